@@ -1,0 +1,118 @@
+"""Arrays of any framework in, arrays of the caller's framework out.
+
+In: NumPy on the CPU backend, CuPy on the CUDA backend, torch tensors on either, and whatever else has
+__cuda_array_interface__ or DLPack. Nothing is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuep.backend import Array, Backend
+from cuep.errors import ArgumentError, ArgumentTypeError
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a kernel needs to know of an array, and the array itself to keep it alive."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]  # bytes
+    owner: Any
+
+    @property
+    def is_contiguous(self) -> bool:
+        if 0 in self.shape:
+            return True
+        expected = _itemsize(self.dtype)
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+def _itemsize(dtype: str) -> int:
+    if dtype == "bfloat16" or dtype == "float16":
+        return 2
+    return np.dtype(dtype).itemsize if dtype != "bool" else 1
+
+
+def framework(array: Any) -> str:
+    """Top-level package that the array's type comes from: "numpy", "cupy", "torch", ..."""
+    return type(array).__module__.partition(".")[0]
+
+
+def view(array: Any, name: str, backend: Backend) -> View:
+    """See `array` as device memory of `backend`.
+
+    Raises:
+        ArgumentTypeError: not an array, or one that lives elsewhere (nothing is copied between devices).
+    """
+    kind = framework(array)
+    if kind == "torch":
+        return _view_torch(array, name, backend)
+    if isinstance(array, backend.xp.ndarray):
+        address = array.ctypes.data if backend.name == "cpu" else array.data.ptr
+        if backend.name == "cuda" and array.size and array.device.id != backend.device:
+            raise ArgumentError(f"{name} is on GPU {array.device.id}, the group is on GPU {backend.device}")
+        return View(int(address), array.shape, array.dtype.name, array.strides, array)
+    wants = "NumPy arrays or CPU tensors" if backend.name == "cpu" else "arrays on the GPU (CuPy, torch, DLPack)"
+    if isinstance(array, np.ndarray) or not (
+        hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__")
+    ):
+        raise ArgumentTypeError(f"{name}: got {type(array).__name__}, the {backend.name} backend takes {wants}")
+    try:
+        if hasattr(array, "__cuda_array_interface__") and backend.name == "cuda":
+            return view(backend.xp.asarray(array), name, backend)
+        return view(backend.xp.from_dlpack(array), name, backend)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise ArgumentTypeError(
+            f"{name}: got {type(array).__name__}, the {backend.name} backend takes {wants} ({error})"
+        ) from error
+
+
+def _view_torch(tensor: Any, name: str, backend: Backend) -> View:
+    device = tensor.device
+    expected = "cpu" if backend.name == "cpu" else "cuda"
+    if device.type != expected:
+        raise ArgumentTypeError(f"{name} is a torch tensor on {device}, the {backend.name} backend takes {expected}")
+    if expected == "cuda" and device.index != backend.device:
+        raise ArgumentError(f"{name} is on GPU {device.index}, the group is on GPU {backend.device}")
+    size = tensor.element_size()
+    strides = tuple(s * size for s in tensor.stride())
+    return View(tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2], strides, tensor)
+
+
+def export(array: Array, like: str, backend: Backend) -> Any:
+    """The same memory as an array of framework `like`; unknown frameworks get the backend's own array."""
+    if like != "torch":
+        return array
+    import torch
+
+    if backend.name == "cuda":
+        return torch.from_dlpack(array)
+    if array.dtype.name == "bfloat16":  # NumPy has no DLPack code for it
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def check_matrix(
+    array: View, name: str, rows: int | None, columns: int, dtypes: tuple[str, ...], max_rows: int | None = None
+) -> None:
+    """Check a [rows, columns] argument; `rows` None takes any number up to `max_rows`."""
+    allowed_rows = f"at most {max_rows}" if rows is None else str(rows)
+    if array.dtype not in dtypes:
+        raise ArgumentTypeError(f"{name} has dtype {array.dtype}, allowed: {', '.join(dtypes)}")
+    is_right = len(array.shape) == 2 and array.shape[1] == columns
+    if is_right and rows is not None:
+        is_right = array.shape[0] == rows
+    if is_right and rows is None and max_rows is not None:
+        is_right = array.shape[0] <= max_rows
+    if not is_right:
+        raise ArgumentError(f"{name} has shape {list(array.shape)}, allowed: [{allowed_rows}, {columns}]")

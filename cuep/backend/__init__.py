@@ -1,0 +1,85 @@
+"""The boundary between cuep and a machine: arrays, streams, symmetric memory and launches.
+
+Two classes implement it, `cpu.CpuBackend` and `cuda.CudaBackend`; nothing else imports CuPy, NVSHMEM or ctypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Record = npt.NDArray[np.void]  # one-element structured array: a kernel's Params
+
+
+class Comm(Protocol):
+    """What cuep needs of a communicator; mpi4py's has it, and so can any object."""
+
+    rank: int
+    size: int
+
+    def allgather(self, sendobj: Any) -> list[Any]: ...
+    def bcast(self, obj: Any, root: int = 0) -> Any: ...
+    def barrier(self) -> None: ...
+
+
+class Event(Protocol):
+    def synchronize(self) -> None: ...
+    def query(self) -> bool: ...
+
+
+class Stream(Protocol):
+    """A stream as cuep uses it: `key` tells whether two are the same, `handle` is what a launch takes."""
+
+    @property
+    def key(self) -> Hashable: ...
+    def synchronize(self) -> None: ...
+    def record(self) -> Event: ...
+    def wait(self, event: Event) -> None: ...
+    def is_capturing(self) -> bool: ...
+
+
+class Symmetric(Protocol):
+    """A block of memory that every rank has and every rank can address."""
+
+    num_bytes: int
+    address: int
+    peers: list[int]
+    bytes: Array
+
+    def free(self) -> None: ...  # collective
+    def leak(self) -> None: ...  # local, after a peer died
+
+
+class Function(Protocol):
+    def max_grid(self, threads: int, smem_bytes: int) -> int: ...
+    def launch(self, grid: int, threads: int, smem_bytes: int, record: Record, stream: Any) -> None: ...
+
+
+class Module(Protocol):
+    def symbol_int32(self, name: str, count: int) -> list[int]: ...
+    def function(self, name: str) -> Function: ...
+
+
+class Backend(Protocol):
+    name: str
+    description: str
+    device: int
+    target: str
+    xp: Any
+
+    def symmetric(self, num_bytes: int) -> Symmetric: ...
+    def empty(self, shape: tuple[int, ...], dtype: Any, allocator: Any = None) -> Array: ...
+    def zeros(self, shape: tuple[int, ...], dtype: Any, allocator: Any = None) -> Array: ...
+    def asarray(self, array: npt.NDArray[Any]) -> Array: ...
+    def to_numpy(self, array: Array, stream: Any = None) -> npt.NDArray[Any]: ...
+    def pinned(self, num_bytes: int) -> npt.NDArray[np.uint8]: ...
+    def load(self, path: Path, name: str) -> Module: ...
+    def stream(self, stream: Any, like: Any = None) -> Any: ...
+    def new_stream(self) -> Any: ...
+    def synchronize(self) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,194 @@
+"""The CUDA backend: CuPy arrays, NVSHMEM's symmetric heap, cubins through CuPy, and streams of any framework."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cuep import nvshmem
+from cuep.agreement import raise_together
+from cuep.backend import Array, Comm
+from cuep.backend.cuda_context import CudaContext, choose_gpu
+from cuep.backend.cuda_launch import CudaModule
+from cuep.backend.cuda_stream import CudaStream, resolve
+from cuep.errors import BackendUnavailable, ClosedError, CuepError, DeviceError, OrderError
+
+_NVSHMEM_STATE = "nvshmemi_device_state_d"  # in every module that calls NVSHMEM's device functions
+_GET_CUPY = "pip install 'cuep[cuda13]' (drivers before 580: 'cuep[cuda12]')"
+
+_process_gpu: tuple[int, str] | None = None  # NVSHMEM allows one GPU per process
+
+
+class CudaBackend:
+    """One GPU of this process. Collective over comm; NVSHMEM starts with the first symmetric().
+
+    device: index among the visible GPUs; None takes the rank's number on its host, modulo the visible GPUs.
+    cooperative: how kernels are launched unless a launch says otherwise. False saves 0.7 us a kernel and is safe where
+        nothing else on the GPU waits for a peer.
+
+    Attributes: device (index among the visible GPUs), uuid, places (host and GPU of every rank).
+
+    Raises, on every rank: BackendUnavailable, ArgumentError for `device`, OrderError where a rank's process has a
+        backend on another GPU already.
+    """
+
+    name = "cuda"
+
+    def __init__(self, comm: Comm, device: int | None = None, *, cooperative: bool = True) -> None:
+        self.xp = _import_cupy(comm)
+        gpu, self.places = choose_gpu(comm, device)
+        raise_together(comm, _take_gpu(gpu.ordinal, gpu.uuid, comm.rank))
+        self.comm = comm
+        self.device = gpu.ordinal
+        self.uuid = gpu.uuid
+        self.description = gpu.name
+        self.target = "sm_{}{}".format(*gpu.capability)
+        self.cooperative = cooperative
+        self._context = CudaContext(gpu.ordinal)
+        self._heap: Any = None
+        self._last_stream: CudaStream | None = None
+        self._is_closed = False
+
+    def symmetric(self, num_bytes: int) -> Any:
+        """Zeroed memory on every rank that every rank can address (collective, not followed by a barrier)."""
+        if self._is_closed:
+            raise ClosedError("this backend is closed")
+        if self._heap is None:
+            from cuep.backend.cuda_memory import SymmetricHeap
+
+            with self._context.current():
+                self.xp.cuda.runtime.free(0)  # NVSHMEM wants a context that the CUDA runtime has seen
+                running = nvshmem.start(self.comm, self._context.set_current)
+            self._heap = SymmetricHeap(running, self.comm, self._context, self.places)
+        return self._heap.allocate(num_bytes)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, allocator: Any = None) -> Array:
+        """allocator: a CuPy allocator (bytes -> MemoryPointer), or a pair alloc(bytes) -> address, free(address)."""
+        try:
+            with self._context.current():
+                if allocator is None:
+                    return self.xp.empty(shape, dtype)
+                num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+                return self.xp.ndarray(shape, dtype, self._allocate_by(allocator, num_bytes))
+        except self.xp.cuda.memory.OutOfMemoryError as error:
+            raise DeviceError(f"GPU {self.device} has no memory for an array {shape} of {dtype}: {error}") from error
+
+    def _allocate_by(self, allocator: Any, num_bytes: int) -> Any:
+        if not isinstance(allocator, tuple):
+            return allocator(num_bytes)
+        alloc, free = allocator
+        block = _UserBlock(int(alloc(num_bytes)), free)
+        memory = self.xp.cuda.UnownedMemory(block.address, num_bytes, block, self.device)
+        return self.xp.cuda.MemoryPointer(memory, 0)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, allocator: Any = None) -> Array:
+        """Zeroed when this returns, for whatever stream reads it next."""
+        array = self.empty(shape, dtype, allocator)
+        if array.nbytes:
+            self._context.fill_zero(array.data.ptr, array.nbytes)
+        return array
+
+    def asarray(self, array: npt.NDArray[Any]) -> Array:
+        """A copy on the device, complete when this returns."""
+        source = np.ascontiguousarray(array)
+        result = self.empty(source.shape, source.dtype)
+        if source.nbytes:
+            self._context.copy_in(result.data.ptr, source.ctypes.data, source.nbytes)
+        return result
+
+    def to_numpy(self, array: Array, stream: Any = None) -> npt.NDArray[Any]:
+        """A copy on the host, after what `stream` (None: the current one) has been given so far."""
+        self.stream(stream, array).synchronize()
+        with self._context.current():
+            result: npt.NDArray[Any] = self.xp.asnumpy(array)
+        return result
+
+    def pinned(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Zeroed host memory that kernels write at the same address. Lives as long as the array."""
+        cuda = self.xp.cuda
+        with self._context.current():
+            flags = cuda.runtime.hostAllocMapped | cuda.runtime.hostAllocPortable
+            pointer = cuda.PinnedMemoryPointer(cuda.PinnedMemory(max(num_bytes, 1), flags), 0)
+        array = np.frombuffer(pointer, np.uint8, num_bytes)
+        array[...] = 0
+        return array
+
+    def load(self, path: Path, name: str) -> CudaModule:
+        """Load a cubin. CuPy keeps it for the process by its path, which names its content."""
+        with self._context.current():
+            try:
+                raw_module = self.xp.RawModule(path=str(path))
+                module = CudaModule(self._context, raw_module, cooperative=self.cooperative)
+            except self.xp.cuda.driver.CUDADriverError as error:
+                raise BackendUnavailable(f"kernel {name}: the driver refuses {path}: {error}") from error
+            if module.has_symbol(_NVSHMEM_STATE):
+                running = nvshmem.running()
+                if running is None:
+                    raise OrderError(f"kernel {name} uses NVSHMEM: allocate symmetric memory before loading it")
+                running.register_module(module.number, raw_module)
+        return module
+
+    def stream(self, stream: Any, like: Any = None) -> CudaStream:
+        """None: the current stream of like's framework. Else an int, CuPy or torch stream, or any __cuda_stream__."""
+        if isinstance(stream, CudaStream):
+            return stream
+        number, owner = resolve(self._context, stream, like)
+        last = self._last_stream
+        if last is None or last.number != number or last.owner is not owner:
+            last = self._last_stream = CudaStream(self._context, number, owner)
+        return last
+
+    def new_stream(self) -> Any:
+        """A cupy.cuda.Stream that does not wait for the default stream."""
+        with self._context.current():
+            return self.xp.cuda.Stream(non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Wait for everything on the device."""
+        self._context.synchronize()
+
+    def close(self) -> None:
+        """Free what is left in symmetric memory (collective, but local after a leak). NVSHMEM stays up."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._heap is not None:
+            self._heap.close()
+
+
+class _UserBlock:
+    """Memory from a user's alloc, given to the user's free when the last array on it is gone."""
+
+    def __init__(self, address: int, free: Callable[[int], object]) -> None:
+        self.address = address
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free(self.address)
+
+
+def _import_cupy(comm: Comm) -> Any:
+    module: Any = None
+    error: CuepError | None = None
+    try:
+        module = importlib.import_module("cupy")
+    except ImportError as missing:
+        error = BackendUnavailable(f"rank {comm.rank}: the cuda backend needs CuPy ({missing}): {_GET_CUPY}")
+    raise_together(comm, error)
+    return module
+
+
+def _take_gpu(ordinal: int, uuid: str, rank: int) -> CuepError | None:
+    global _process_gpu
+    if _process_gpu is not None and _process_gpu[1] != uuid:
+        return OrderError(
+            f"rank {rank}: this process already uses GPU {_process_gpu[0]} ({_process_gpu[1]}) and cannot use GPU"
+            f" {ordinal} ({uuid}), too: NVSHMEM allows one GPU per process"
+        )
+    _process_gpu = (ordinal, uuid)
+    return None

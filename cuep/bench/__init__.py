@@ -1,0 +1,1 @@
+"""`python -m cuep bench`: times dispatch and combine, variants side by side, checked against the oracle."""

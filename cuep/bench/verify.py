@@ -1,0 +1,78 @@
+"""Compares what dispatch and combine returned with the oracle, bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cuep import reference
+from cuep.bench.workload import Inputs, Options, make_inputs, scale
+from cuep.world import World
+
+
+def problems(world: World, options: Options, received: Any, combined: Any) -> list[str]:
+    """What differs on any rank, one line each; empty if all is right. Collective.
+
+    `received` and `combined` belong to this rank's make_inputs(), with experts that multiply by scale().
+    """
+    ranks = [make_inputs(options, rank) for rank in range(world.size)]
+    inputs = reference.make_inputs(
+        options.experts, [r.x for r in ranks], [r.topk_idx for r in ranks], [r.topk_weights for r in ranks]
+    )
+    expected = _expected_dispatch(inputs, options, world.rank)
+    mine = [f"dispatch: {text}" for text in _compare_received(world, received, expected)]
+    answer = world.backend.to_numpy(combined)
+    difference = reference.first_difference(answer, _expected_combine(inputs, ranks[world.rank], options, world.rank))
+    if difference is not None:
+        mine.append(f"combine: y {difference}")
+    return [f"rank {rank}: {text}" for rank, texts in enumerate(world.comm.allgather(mine)) for text in texts]
+
+
+def _expected_dispatch(inputs: reference.Inputs, options: Options, rank: int) -> reference.Dispatched:
+    if options.mode == "ll":
+        return reference.dispatch_expert_major(inputs, rank, max(1, options.tokens))
+    return reference.dispatch_flat(inputs, rank)
+
+
+def _expected_combine(inputs: reference.Inputs, mine: Inputs, options: Options, rank: int) -> reference.Array:
+    ids, owner = inputs.topk_idx[rank], inputs.owner(rank)
+
+    def scaled(factor: Any) -> reference.Array:
+        rows: reference.Array = (mine.x.astype(np.float32) * factor).astype(mine.x.dtype)
+        return rows
+
+    if options.mode == "ll":
+        return reference.weighted_sum(ids, mine.topk_weights, lambda k: scaled(scale(ids[:, k])[:, None]), mine.x.dtype)
+    return reference.rank_sum(owner, inputs.num_ranks, lambda dst: scaled(scale(dst)), mine.x.dtype)
+
+
+def _compare_received(world: World, received: Any, expected: reference.Dispatched) -> list[str]:
+    to_numpy = world.backend.to_numpy
+    found = []
+
+    def compare(name: str, actual: Any, value: Any) -> None:
+        if (actual is None) != (value is None):
+            found.append(f"{name} is {'None' if actual is None else 'not None'}")
+        elif actual is not None:
+            difference = reference.first_difference(actual, value)
+            if difference is not None:
+                found.append(f"{name} {difference}")
+
+    for name in ("expert_counts", "expert_offsets", "src_rank_counts"):
+        value = getattr(received, name)
+        compare(name, None if value is None else to_numpy(value), getattr(expected, name))
+    compare("total", to_numpy(received.total), np.array([expected.total], np.int32))
+    for name in ("tokens", "source", "topk_idx", "topk_weights"):
+        value = getattr(received, name)
+        compare(name, None if value is None else _valid_rows(world, value, expected), getattr(expected, name))
+    return found
+
+
+def _valid_rows(world: World, value: Any, expected: reference.Dispatched) -> reference.Array:
+    """The rows that hold something, on the host. Taken on the device, as bits: receive tensors are much larger, and not
+    every array library indexes every dtype."""
+    rows = value.reshape(-1, value.shape[-1]).view(f"u{value.dtype.itemsize}")
+    taken = world.backend.to_numpy(rows[world.backend.asarray(expected.row_idx)])
+    bits: reference.Array = taken.view(value.dtype)
+    return bits

@@ -1,0 +1,243 @@
+"""Handle: the routing of one set of tokens, and the operations on it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cuep import arrays, layout
+from cuep.backend import Array
+from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, OrderError
+from cuep.status import OPERATIONS
+
+if TYPE_CHECKING:
+    from cuep.group import Group
+
+_TOPK_DTYPES = ("int32", "int64")
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a rank received; arrays of x's framework that belong to the handle and keep their addresses.
+
+    They hold until the handle's next dispatch, and are complete in stream order. L local experts, N ranks, B
+    max_tokens_per_rank, K num_topk, H hidden. What a layout does not have is None. Rows beyond the counts are poison.
+
+    Attributes:
+        tokens: ll expert_major [L, N*B, H], the first expert_counts[l] rows of each; ht flat [N*B, H], the first total.
+            Order: ll by source rank, token, k; ht by source rank, token.
+        expert_counts: int32 [L], rows of each local expert (ht flat: (row, k) pairs).
+        expert_offsets: int32 [L+1], first row of each expert's zone in tokens.reshape(-1, H) (ll).
+        src_rank_counts: int32 [L, N] (ll) or [N] (ht), rows from each source rank.
+        source: int32, (rank, token, k) of every row [L, N*B, 3] (ll), or (rank, token) [N*B, 2] (ht).
+        topk_idx: int32 [N*B, K], local expert or -1 of every row; -1 in rows beyond total (ht).
+        topk_weights: float32 [N*B, K], 0 where topk_idx is -1; None if the handle has no weights (ht).
+        total: int32 [1], rows received.
+    """
+
+    tokens: Any
+    expert_counts: Any
+    src_rank_counts: Any
+    source: Any
+    total: Any
+    expert_offsets: Any = None
+    topk_idx: Any = None
+    topk_weights: Any = None
+
+
+class Stage(enum.Enum):
+    """How far a handle is; decides which call may come next."""
+
+    UNROUTED = "has no routing: its last create_handle or update was refused"
+    ROUTED = "was not dispatched yet"
+    DISPATCHED = "was dispatched"
+    COMBINED = "was combined already"
+
+
+class Handle:
+    """Made by Group.create_handle. Operations are enqueued and nothing blocks but num_recv_tokens and host_counts.
+
+    (NumPy has no streams: with NumPy arrays and stream=None a call returns when it is done.)
+    """
+
+    def __init__(self, group: Group, serial: int) -> None:
+        self.serial = serial
+        self.num_tokens = 0
+        self.topk_idx: arrays.View | None = None  # the caller's, until a dispatch has copied it (ll)
+        self.topk_weights: arrays.View | None = None
+        self.has_weights = False
+        self.is_closed = False
+        self._group = group
+        self._stage = Stage.UNROUTED
+        self._exports: dict[tuple[str, str, int], Any] = {}
+        backend = group.world.backend
+        self.arrays: dict[str, Array] = {
+            name: backend.zeros(shape, layout.dtype_of(dtype))
+            for name, (shape, dtype) in layout.handle_arrays(group.cfg, group.num_ranks).items()
+        }
+        self.state: Any = group.mode.attach(self)  # the mode's own; None once closed
+
+    def route(self, topk_idx: Any, topk_weights: Any, stream: Any) -> None:
+        group = self._group
+        with group.operation(stream, topk_idx) as chosen:
+            self._check_open()
+            self._stage = Stage.UNROUTED
+            with _telling_peers(lambda: group.mode.refuse_route(chosen)):
+                self._take_routing(topk_idx, topk_weights)
+            group.mode.route(self, chosen)
+            self._stage = Stage.ROUTED
+
+    def update(self, topk_idx: Any, topk_weights: Any = None, *, stream: Any = None) -> None:
+        """Give the handle a new routing, as create_handle does, without allocating. ht: collective."""
+        self.route(topk_idx, topk_weights, stream)
+
+    def dispatch(self, x: Any, *, stream: Any = None) -> Received:
+        """Send this rank's tokens to the ranks of their experts. Collective; may be repeated with the same routing.
+
+        Args:
+            x: [num_tokens, hidden] of the group's dtype; rows may be strided, each contiguous and 16-byte aligned.
+            stream: where to enqueue; None = the current stream of x's framework.
+
+        Returns:
+            Received: what this rank's experts get, complete in stream order.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: x does not fit; the peers raise PeerRefused and the next call works.
+            OrderError: the handle has no routing. Nothing is sent.
+        """
+        group, cfg = self._group, self._group.cfg
+        with group.operation(stream, x) as chosen:
+            self._check_open()
+            if self._stage is Stage.UNROUTED:
+                raise OrderError(f"dispatch: this handle {self._stage.value}")
+            with _telling_peers(lambda: group.mode.refuse_dispatch(self, chosen)):
+                view = arrays.view(x, "x", group.world.backend)
+                arrays.check_matrix(view, "x", self.num_tokens, cfg.hidden, (cfg.dtype,))
+                _check_rows(view, "x", cfg.row_bytes)
+                group.mode.prepare_dispatch(self)
+            group.mode.dispatch(self, view, chosen)
+            self._stage = Stage.DISPATCHED
+        return self._received(arrays.framework(x))
+
+    def combine(self, expert_out: Any, *, stream: Any = None) -> Any:
+        """Bring the experts' outputs home. Collective; once after each dispatch.
+
+        Args:
+            expert_out: outputs in the order of Received.tokens: [L, N*B, H] (ll); [rows, H] with at least the received
+                rows (ht), where each row is already the sum over this rank's experts.
+            stream: where to enqueue; None = the current stream of expert_out's framework.
+
+        Returns:
+            y [num_tokens, hidden]: ll: sum over k of topk_weights * row in order of k; ht: sum of the ranks' rows in
+            order of rank; in fp32, rounded once. It belongs to the handle and holds until its next combine.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: expert_out does not fit; the peers raise PeerRefused.
+            OrderError: the handle was not dispatched, or combined already. Nothing is sent.
+        """
+        group = self._group
+        with group.operation(stream, expert_out) as chosen:
+            self._check_open()
+            if self._stage is not Stage.DISPATCHED:
+                raise OrderError(f"combine: this handle {self._stage.value}")
+            with _telling_peers(lambda: group.mode.refuse_combine(self, chosen)):
+                view = arrays.view(expert_out, "expert_out", group.world.backend)
+                group.mode.check_expert_out(self, view)
+            group.mode.combine(self, view, chosen)
+            self._stage = Stage.COMBINED
+        return self._export("y", self.arrays["y"][: self.num_tokens], arrays.framework(expert_out), self.num_tokens)
+
+    def num_recv_tokens(self) -> int:
+        """Rows received: ll after dispatch, ht after create_handle or update. Waits for the device."""
+        return int(self._read_counts("num_recv_tokens", "total")[0])
+
+    def host_counts(self) -> npt.NDArray[np.int32]:
+        """Received.expert_counts on the host, int32 [L]. Waits for the device."""
+        return self._read_counts("host_counts", "expert_counts")
+
+    def _read_counts(self, call: str, name: str) -> npt.NDArray[np.int32]:
+        with self._group.finished(call):
+            self._check_open()
+            needed = (Stage.ROUTED, Stage.DISPATCHED, Stage.COMBINED)[0 if self._group.cfg.mode == "ht" else 1 :]
+            if self._stage not in needed:
+                raise OrderError(f"{call}: this handle {self._stage.value}")
+            return self._group.world.backend.to_numpy(self.arrays[name])
+
+    def was_refused(self, operation: str) -> None:
+        """The group learnt that an operation on this handle did nothing."""
+        is_route = operation == OPERATIONS[0]
+        self._stage = Stage.UNROUTED if is_route else Stage.ROUTED
+
+    def close(self) -> None:
+        """Give back what the handle holds. Local; twice is fine."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._group.mode.detach(self)
+            self.arrays = {}
+            self._exports = {}
+
+    def _take_routing(self, topk_idx: Any, topk_weights: Any) -> None:
+        backend, cfg = self._group.world.backend, self._group.cfg
+        idx = arrays.view(topk_idx, "topk_idx", backend)
+        arrays.check_matrix(idx, "topk_idx", None, cfg.num_topk, _TOPK_DTYPES, cfg.max_tokens_per_rank)
+        _check_contiguous(idx, "topk_idx")
+        weights = None
+        if topk_weights is not None:
+            weights = arrays.view(topk_weights, "topk_weights", backend)
+            arrays.check_matrix(weights, "topk_weights", idx.shape[0], cfg.num_topk, ("float32",))
+            _check_contiguous(weights, "topk_weights")
+        self.num_tokens = idx.shape[0]
+        self.topk_idx, self.topk_weights, self.has_weights = idx, weights, weights is not None
+
+    def _received(self, framework: str) -> Received:
+        key = ("recv", framework, self.has_weights)
+        if key not in self._exports:
+            backend = self._group.world.backend
+            fields = self._group.mode.received(self)
+            self._exports[key] = Received(**{k: arrays.export(v, framework, backend) for k, v in fields.items()})
+        received: Received = self._exports[key]
+        return received
+
+    def _export(self, name: str, array: Array, framework: str, num_rows: int) -> Any:
+        key = (name, framework, num_rows)
+        if key not in self._exports:
+            self._exports[key] = arrays.export(array, framework, self._group.world.backend)
+        return self._exports[key]
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ClosedError("this handle is closed")
+
+
+@contextmanager
+def _telling_peers(refuse: Callable[[], None]) -> Iterator[None]:
+    """Arguments that are refused: the peers wait for this rank's part, so tell them, then raise."""
+    try:
+        yield
+    except (ArgumentError, ArgumentTypeError):
+        refuse()
+        raise
+
+
+def _check_contiguous(view: arrays.View, name: str) -> None:
+    if not view.is_contiguous:
+        raise ArgumentError(f"{name} must be C-contiguous, got strides {view.strides} bytes")
+
+
+def _check_rows(view: arrays.View, name: str, row_bytes: int) -> None:
+    if not all(view.shape):
+        return
+    elem_bytes = row_bytes // view.shape[-1]
+    if view.strides[-1] != elem_bytes and view.shape[-1] > 1:
+        raise ArgumentError(f"{name}: elements of a row must be adjacent, got strides {view.strides} bytes")
+    if view.address % 16 or (view.shape[0] > 1 and (view.strides[0] % 16 or view.strides[0] < row_bytes)):
+        raise ArgumentError(
+            f"{name}: rows must be 16-byte aligned and must not overlap, got address {view.address:#x}, "
+            f"strides {view.strides} bytes"
+        )

@@ -1,0 +1,174 @@
+"""High-throughput mode: which kernels run, with what, for routing, dispatch and combine.
+
+Protocols: kernels_cu/README.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cuep import layout
+from cuep.arrays import View
+from cuep.backend import Array, Record, Stream
+from cuep.errors import ArgumentError, ArgumentTypeError
+from cuep.launching import ModeKernel, elem_type
+
+if TYPE_CHECKING:
+    from cuep.group import Group
+    from cuep.handle import Handle
+
+_SMEM_BYTES = 200 * 1024  # of a block, for rows in flight: what every GPU from sm_90 on has
+_DISPATCH_REGIONS = ("tokens", "topk_idx", "topk_weights", "source")
+
+
+@dataclass
+class HandleState:
+    """Params of a handle's kernels, all but what changes from call to call, and the receive buffer that it holds."""
+
+    route: Record
+    dispatch: Record
+    combine: Record
+    buffer: int | None = None
+    kept: tuple[Any, ...] = ()  # arrays that enqueued kernels read
+
+
+class HighThroughput:
+    """The ht kernels of a group, and its receive buffers."""
+
+    def __init__(self, group: Group) -> None:
+        cfg = group.cfg
+        self._group = group
+        self._free_buffers = list(range(cfg.num_buffers))
+        self._max_rows = layout.max_recv_rows(cfg, group.num_ranks)
+        group.workspace["high_water"][...] = self._max_rows  # ids of a fresh buffer are no ids either
+        ranks: dict[str, Any] = {"kNumRanks": group.num_ranks}
+        routing = ranks | {"kNumExperts": cfg.num_experts, "kNumTopk": cfg.num_topk}
+        rows = {"kRowBytes": cfg.row_bytes}
+        is_gpu = group.world.backend.name == "cuda"
+        self._route = ModeKernel(group, "route", "ballot", routing, {}, blocks=1)
+        self._dispatch = ModeKernel(
+            group, "dispatch", "bulk", routing | rows, _stages(cfg.row_bytes, "kNumWarps") if is_gpu else {}
+        )
+        self._combine = ModeKernel(
+            group,
+            "combine",
+            "push",
+            ranks | rows | {"elem_t": elem_type(cfg.dtype)},
+            _stages(cfg.row_bytes, "kNumPushWarps") if is_gpu else {},
+        )
+        self._refusal = self._records(None)
+
+    def attach(self, handle: Handle) -> HandleState:
+        return self._records(handle)
+
+    def detach(self, handle: Handle) -> None:
+        if handle.state is not None and handle.state.buffer is not None:
+            self._free_buffers.append(handle.state.buffer)
+        handle.state = None
+
+    def route(self, handle: Handle, stream: Stream) -> None:
+        record, idx, weights = handle.state.route, handle.topk_idx, handle.topk_weights
+        assert idx is not None
+        record["topk_idx"] = idx.address
+        record["is_int64"] = idx.dtype == "int64"
+        record["topk_weights"] = 0 if weights is None else weights.address
+        record["num_tokens"] = handle.num_tokens
+        self._route.launch(record, stream)
+        handle.state.kept = (idx, weights)
+        handle.topk_idx = handle.topk_weights = None
+
+    def refuse_route(self, stream: Stream) -> None:
+        self._launch_refusal(self._route, self._refusal.route, stream)
+
+    def prepare_dispatch(self, handle: Handle) -> None:
+        """Take a receive buffer at the handle's first dispatch; it stays the handle's until close()."""
+        if handle.state.buffer is not None:
+            return
+        if not self._free_buffers:
+            raise ArgumentError(
+                f"dispatch: all {self._group.cfg.num_buffers} receive buffers are held by other handles; close one, or "
+                f"make the group with num_buffers > {self._group.cfg.num_buffers}"
+            )
+        handle.state.buffer = self._free_buffers.pop(0)
+
+    def dispatch(self, handle: Handle, x: View, stream: Stream) -> None:
+        record = handle.state.dispatch
+        record["x"] = x.address
+        record["x_stride"] = x.strides[0]
+        record["buffer"] = handle.state.buffer
+        record["num_tokens"] = handle.num_tokens
+        record["is_refused"] = False
+        self._dispatch.launch(record, stream)
+        handle.state.kept = (x.owner,)
+
+    def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
+        self._launch_refusal(self._dispatch, handle.state.dispatch, stream)
+
+    def check_expert_out(self, handle: Handle, expert_out: View) -> None:
+        cfg = self._group.cfg
+        if expert_out.dtype != cfg.dtype:
+            raise ArgumentTypeError(f"expert_out has dtype {expert_out.dtype}, allowed: {cfg.dtype}")
+        if len(expert_out.shape) != 2 or expert_out.shape[1] != cfg.hidden:
+            raise ArgumentError(f"expert_out has shape {list(expert_out.shape)}, allowed: [rows, {cfg.hidden}]")
+
+    def combine(self, handle: Handle, expert_out: View, stream: Stream) -> None:
+        record = handle.state.combine
+        record["expert_out"] = expert_out.address
+        record["expert_out_stride"] = expert_out.strides[0]
+        record["num_tokens"] = handle.num_tokens
+        record["is_refused"] = False
+        self._combine.launch(record, stream)
+        handle.state.kept += (expert_out.owner,)
+
+    def refuse_combine(self, handle: Handle, stream: Stream) -> None:
+        self._launch_refusal(self._combine, handle.state.combine, stream)
+
+    def received(self, handle: Handle) -> dict[str, Array]:
+        group, cfg, buffer = self._group, self._group.cfg, handle.state.buffer
+        shapes = {
+            "tokens": ((cfg.hidden,), cfg.dtype),
+            "topk_idx": ((cfg.num_topk,), "int32"),
+            "topk_weights": ((cfg.num_topk,), "float32"),
+            "source": ((2,), "int32"),
+        }
+        fields = {
+            name: group.region(f"recv_{name}")
+            .view(layout.dtype_of(dtype))
+            .reshape(cfg.num_buffers, self._max_rows, *shape)[buffer]
+            for name, (shape, dtype) in shapes.items()
+        }
+        if not handle.has_weights:
+            del fields["topk_weights"]
+        return fields | {name: handle.arrays[name] for name in ("src_rank_counts", "expert_counts", "total")}
+
+    def _launch_refusal(self, kernel: ModeKernel, record: Record, stream: Stream) -> None:
+        record["num_tokens"] = 0
+        record["is_refused"] = True
+        kernel.launch(record, stream)
+        record["is_refused"] = False
+
+    def _records(self, handle: Handle | None) -> HandleState:
+        """Params for a handle, or (None) for refusing a call that has no handle."""
+        group = self._group
+        offsets = group.arena.offsets
+        own = group.handle_values(handle) | {"high_water": group.workspace_address("high_water")}
+        own |= {"max_tokens": group.cfg.max_tokens_per_rank, "max_rows": self._max_rows}
+        route = {f"{name}_offset": offsets[f"route_{name}"] for name in ("matrix", "counts")}
+        dispatch = {f"{name}_offset": offsets[f"recv_{name}"] for name in _DISPATCH_REGIONS}
+        dispatch |= {f"{name}_offset": offsets[f"dispatch_{name}"] for name in ("ready", "arrived")}
+        combine = {f"{name}_offset": offsets[f"combine_{name}"] for name in ("rows", "flags", "totals", "done")}
+        return HandleState(
+            self._route.record(own | route), self._dispatch.record(own | dispatch), self._combine.record(own | combine)
+        )
+
+
+def _stages(row_bytes: int, warps_name: str) -> dict[str, int]:
+    """How many warps of a block move rows, each with how many rows in flight: 4 with 3, or what shared memory holds."""
+    fitting = _SMEM_BYTES // (row_bytes + 256)
+    if fitting < 2:
+        raise ArgumentError(
+            f"hidden: a row of {row_bytes} bytes is too long for mode='ht'; two must fit in {_SMEM_BYTES}"
+        )
+    num_warps = max(1, min(4, fitting // 3))
+    return {warps_name: num_warps, "kNumStages": min(3, fitting // num_warps)}

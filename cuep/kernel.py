@@ -1,0 +1,38 @@
+"""One launchable kernel: a file of kernels_cu with its constants, compiled, loaded and launched with a record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cuep import jit
+from cuep.backend import Backend, Record
+from cuep.params import Constant
+
+
+class Kernel:
+    """A kernel on one backend. The .cu file alone says how many threads and how much shared memory it is launched with.
+
+    comm: ranks that compile together (collective), or None to compile alone.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        constants: Mapping[str, Constant],
+        comm: Any = None,
+        tunables: Mapping[str, int] | None = None,
+    ) -> None:
+        unit = jit.render(name, constants, backend.target, tunables)
+        module = backend.load(jit.build_shared(unit, comm), name)
+        self.name = name
+        self.layout = unit.layout
+        self.threads, self.smem_bytes = module.symbol_int32("cuep_launch", 2)
+        self._function = module.function(name)
+        #: blocks that the device can hold at once; a kernel that waits for peers must not have more
+        self.max_grid = self._function.max_grid(self.threads, self.smem_bytes)
+
+    def launch(self, grid: int, record: Record, stream: Any) -> None:
+        """Enqueue `grid` blocks with a copy of `record` as Params. Raises DeviceError if grid exceeds max_grid."""
+        self._function.launch(grid, self.threads, self.smem_bytes, record, stream)

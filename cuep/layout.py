@@ -1,0 +1,168 @@
+"""Shapes and byte counts: what lies where in the symmetric arena, and what a handle owns. Pure functions, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuep.config import GroupConfig
+
+ALIGNMENT = 256  # bytes; of every region of the arena
+CONTROL_BYTES = 40  # struct Control in operation.cuh
+REPORT_BYTES = 48  # struct Report
+WORD_BYTES = 8  # {epoch, value}
+ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the arena. `is_words`: holds {epoch, value} words, which start out as the group's first epoch."""
+
+    num_bytes: int
+    is_words: bool = False
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Offsets of named regions in each rank's symmetric memory."""
+
+    offsets: Mapping[str, int]
+    regions: Mapping[str, Region]
+    num_bytes: int
+
+
+Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype)
+
+
+def arena(cfg: GroupConfig, num_ranks: int) -> Arena:
+    regions = _ll_regions(cfg, num_ranks) if cfg.mode == "ll" else _ht_regions(cfg, num_ranks)
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, region in regions.items():
+        offsets[name] = end
+        end += -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
+    return Arena(offsets, regions, max(end, ALIGNMENT))
+
+
+def _words(*shape: int) -> Region:
+    return Region(int(np.prod(shape)) * WORD_BYTES, is_words=True)
+
+
+def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
+    banks, tokens, topk = cfg.num_buffers, cfg.max_tokens_per_rank, cfg.num_topk
+    local_experts = cfg.num_experts // num_ranks
+    return {
+        "dispatch_rows": Region(banks * (num_ranks - 1) * tokens * cfg.row_bytes),
+        "dispatch_headers": Region(banks * num_ranks * tokens * topk * 8),
+        "dispatch_flags": _words(banks, num_ranks, tokens),
+        "dispatch_counts": _words(banks, num_ranks, local_experts),
+        "dispatch_totals": _words(banks, num_ranks),
+        "dispatch_done": _words(num_ranks),
+        "combine_rows": Region(banks * tokens * topk * cfg.row_bytes if num_ranks > 1 else 0),
+        "combine_flags": _words(banks, num_ranks, tokens),
+        "combine_totals": _words(banks, num_ranks),
+        "combine_done": _words(num_ranks),
+    }
+
+
+def _ht_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
+    buffers, rows, topk = cfg.num_buffers, max_recv_rows(cfg, num_ranks), cfg.num_topk
+    local_experts = cfg.num_experts // num_ranks
+    return {
+        "recv_tokens": Region(buffers * rows * cfg.row_bytes),
+        "recv_topk_idx": Region(buffers * rows * topk * 4),
+        "recv_topk_weights": Region(buffers * rows * topk * 4),
+        "recv_source": Region(buffers * rows * 2 * 4),
+        "route_matrix": _words(ROUTE_BANKS, num_ranks, num_ranks),
+        "route_counts": _words(ROUTE_BANKS, num_ranks, local_experts),
+        "dispatch_ready": _words(num_ranks),
+        "dispatch_arrived": _words(num_ranks),
+        "combine_rows": Region((num_ranks - 1) * cfg.max_tokens_per_rank * cfg.row_bytes),
+        "combine_flags": _words(num_ranks, cfg.max_tokens_per_rank),
+        "combine_totals": _words(num_ranks),
+        "combine_done": _words(num_ranks),
+    }
+
+
+def max_recv_rows(cfg: GroupConfig, num_ranks: int) -> int:
+    """The most rows an ht rank can receive: every token of every rank, once."""
+    return num_ranks * cfg.max_tokens_per_rank
+
+
+def handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
+    """What a handle owns outside the symmetric arena."""
+    tokens, topk = cfg.max_tokens_per_rank, cfg.num_topk
+    local_experts = cfg.num_experts // num_ranks
+    shapes: Shapes = {
+        "state": ((4,), "uint32"),
+        "ids": ((tokens, topk), "int32"),
+        "weights": ((tokens, topk), "float32"),
+        "y": ((tokens, cfg.hidden), cfg.dtype),
+        "expert_counts": ((local_experts,), "int32"),
+        "total": ((1,), "int32"),
+    }
+    if cfg.mode == "ll":
+        rows = num_ranks * tokens
+        shapes |= {
+            "tokens": ((local_experts, rows, cfg.hidden), cfg.dtype),
+            "source": ((local_experts, rows, 3), "int32"),
+            "expert_offsets": ((local_experts + 1,), "int32"),
+            "src_rank_counts": ((local_experts, num_ranks), "int32"),
+            "own_slot": ((tokens,), "int32"),
+            "num_rows": ((num_ranks,), "int32"),
+            "token_idx": ((num_ranks, tokens), "int32"),
+            "row_idx": ((num_ranks, tokens, topk), "int32"),
+        }
+    else:
+        shapes |= {
+            "rows": ((tokens, num_ranks), "int32"),
+            "send_base": ((num_ranks,), "int32"),
+            "recv_base": ((num_ranks + 1,), "int32"),
+            "src_rank_counts": ((num_ranks,), "int32"),
+        }
+    return shapes
+
+
+def workspace_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
+    """What a group owns outside the symmetric arena: control words, and room for refused calls that have no handle."""
+    small = ("state", "expert_counts", "total", "src_rank_counts", "num_rows", "recv_base", "send_base")
+    shapes: Shapes = {f"refused_{k}": v for k, v in handle_arrays(cfg, num_ranks).items() if k in small}
+    shapes["control"] = ((CONTROL_BYTES // 8,), "uint64")
+    if cfg.mode == "ht":
+        shapes["high_water"] = ((cfg.num_buffers,), "int32")
+    return shapes
+
+
+def dtype_of(name: Any) -> np.dtype[Any]:
+    """NumPy's dtype; bfloat16 comes from ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        name = ml_dtypes.bfloat16
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
+
+
+def num_bytes(shapes: Shapes) -> int:
+    return sum(int(np.prod(shape)) * dtype_of(dtype).itemsize for shape, dtype in shapes.values())
+
+
+def footprint(cfg: GroupConfig, num_ranks: int) -> dict[str, int]:
+    """Bytes of device memory per rank, without any device.
+
+    Returns:
+        {"symmetric": per group, from the symmetric heap; "workspace": per group, from the allocator;
+        "handle": per handle, from the allocator}. Equal to what is then requested.
+
+    Raises:
+        ArgumentError: the settings do not work on `num_ranks` ranks.
+    """
+    cfg.check_ranks(num_ranks)
+    return {
+        "symmetric": arena(cfg, num_ranks).num_bytes,
+        "handle": num_bytes(handle_arrays(cfg, num_ranks)),
+        "workspace": num_bytes(workspace_arrays(cfg, num_ranks)),
+    }

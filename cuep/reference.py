@@ -1,0 +1,276 @@
+"""The oracle: what dispatch and combine must return, computed with NumPy from every rank's inputs.
+
+It shares no code with the kernels or their layouts, and is used only by tests, `demo` and `bench --check`. Sums are
+done as the kernels promise them: from 0, in a fixed order, a float32 multiply, then a float32 add, and one rounding at
+the end; so results are compared bit by bit.
+
+Letters: N ranks, E experts, L = E/N local experts, T tokens of a rank, B max tokens per rank, K top-k, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+Double = npt.NDArray[np.float64]
+
+
+class Comm(Protocol):
+    def allgather(self, sendobj: Any) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One step of all ranks; index = rank. Ids outside [0, E) have become -1: no expert, whatever their weight."""
+
+    num_experts: int
+    topk_idx: list[IntArray]  # [T, K] each
+    topk_weights: list[FloatArray | None]  # [T, K] each; None = the handle was made without weights, which counts as 1
+    x: list[Array]  # [T, H] each
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.x)
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    def owner(self, rank: int) -> IntArray:
+        """Rank that owns each of `rank`'s chosen experts, [T, K]; -1 where there is none."""
+        return self.topk_idx[rank] // self.num_local_experts
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What one rank must hold after dispatch. R rows are valid; everything else in the receive tensors is unspecified.
+
+    `row_idx[i]` is where row i of `tokens`, `source`, `topk_idx` and `topk_weights` must be found in the received
+    tensor of the same name, seen as [rows, ...].
+    """
+
+    row_idx: IntArray  # [R]
+    tokens: Array  # [R, H]
+    source: npt.NDArray[np.int32]  # [R, 3] (rank, token, k) expert-major, [R, 2] (rank, token) flat
+    expert_counts: npt.NDArray[np.int32]  # [L]
+    expert_offsets: npt.NDArray[np.int32] | None  # [L + 1], None for flat
+    src_rank_counts: npt.NDArray[np.int32]  # [L, N] expert-major, [N] flat
+    total: int  # R
+    topk_idx: npt.NDArray[np.int32] | None = None  # [R, K] local ids, flat only
+    topk_weights: FloatArray | None = None  # [R, K], flat with weights only
+
+
+def make_inputs(
+    num_experts: int, x: Sequence[Array], topk_idx: Sequence[Array], topk_weights: Sequence[Array | None]
+) -> Inputs:
+    """Inputs of all ranks, from one entry per rank."""
+    if num_experts % len(x):
+        raise ValueError(f"num_experts={num_experts} is not a multiple of {len(x)} ranks")
+    ids = [_valid_ids(a, num_experts) for a in topk_idx]
+    weights = [None if w is None else np.asarray(w, np.float32) for w in topk_weights]
+    return Inputs(num_experts, ids, weights, list(x))
+
+
+def gather_inputs(comm: Comm, num_experts: int, x: Array, topk_idx: Array, topk_weights: Array | None = None) -> Inputs:
+    """Inputs of all ranks, from this rank's part. Collective."""
+    parts = comm.allgather((x, topk_idx, topk_weights))
+    return make_inputs(num_experts, *map(list, zip(*parts, strict=True)))
+
+
+def dispatch_expert_major(inputs: Inputs, rank: int, max_tokens_per_rank: int) -> Dispatched:
+    """Low latency, layout expert_major: one row per (token, k); within an expert by source rank, token, k."""
+    num_ranks, num_local = inputs.num_ranks, inputs.num_local_experts
+    found = []
+    for src in range(num_ranks):
+        token, k = np.nonzero(inputs.owner(src) == rank)
+        expert = inputs.topk_idx[src][token, k] - rank * num_local
+        found.append(np.stack([expert, np.full_like(token, src), token, k], 1))
+    rows = np.concatenate(found)
+    rows = rows[np.lexsort(rows.T[::-1])]  # by expert, then source rank, token, k
+    expert, src_rank = rows[:, 0], rows[:, 1]
+
+    src_rank_counts = np.zeros((num_local, num_ranks), np.int32)
+    np.add.at(src_rank_counts, (expert, src_rank), 1)
+    expert_counts = src_rank_counts.sum(1, dtype=np.int32)
+    zone = num_ranks * max_tokens_per_rank
+    first_row = np.cumsum(expert_counts) - expert_counts
+    return Dispatched(
+        row_idx=expert * zone + np.arange(len(rows)) - first_row[expert],
+        tokens=_take(inputs, src_rank, rows[:, 2]),
+        source=rows[:, 1:].astype(np.int32),
+        expert_counts=expert_counts,
+        expert_offsets=(np.arange(num_local + 1) * zone).astype(np.int32),
+        src_rank_counts=src_rank_counts,
+        total=len(rows),
+    )
+
+
+def dispatch_flat(inputs: Inputs, rank: int) -> Dispatched:
+    """High throughput, layout flat: one row per token that has an expert here, by source rank, then token."""
+    num_local = inputs.num_local_experts
+    tokens = [np.flatnonzero((inputs.owner(src) == rank).any(1)) for src in range(inputs.num_ranks)]
+    src_rank = np.repeat(np.arange(inputs.num_ranks), [len(t) for t in tokens])
+    token = np.concatenate(tokens)
+
+    ids, weights = [], []
+    for src, chosen in enumerate(tokens):
+        is_here = inputs.owner(src)[chosen] == rank
+        ids.append(np.where(is_here, inputs.topk_idx[src][chosen] - rank * num_local, -1))
+        weights.append(np.where(is_here, weights_or_ones(inputs, src)[chosen], np.float32(0)))
+    local_ids = np.concatenate(ids)
+    return Dispatched(
+        row_idx=np.arange(len(token)),
+        tokens=_take(inputs, src_rank, token),
+        source=np.stack([src_rank, token], 1).astype(np.int32),
+        expert_counts=np.bincount(local_ids[local_ids >= 0], minlength=num_local).astype(np.int32),
+        expert_offsets=None,
+        src_rank_counts=np.array([len(t) for t in tokens], np.int32),
+        total=len(token),
+        topk_idx=local_ids.astype(np.int32),
+        topk_weights=None if inputs.topk_weights[rank] is None else np.concatenate(weights),
+    )
+
+
+def combine_exact(inputs: Inputs, rank: int, expert_rows: Sequence[Array]) -> Array:
+    """Low latency, reduce="exact": [T, H] of `rank`.
+
+    `expert_rows[d]` are the experts' answers of rank d, one per valid row, in the order of dispatch_expert_major.
+    """
+    ids = inputs.topk_idx[rank]
+    answers = np.zeros((*ids.shape, inputs.x[rank].shape[1]), inputs.x[rank].dtype)
+    for dst, rows in enumerate(expert_rows):
+        source = dispatch_expert_major(inputs, dst, 0).source
+        mine = source[:, 0] == rank
+        answers[source[mine, 1], source[mine, 2]] = rows[mine]
+    return weighted_sum(ids, weights_or_ones(inputs, rank), lambda k: answers[:, k], inputs.x[rank].dtype)
+
+
+def combine_flat(inputs: Inputs, rank: int, expert_rows: Sequence[Array]) -> Array:
+    """High throughput, layout flat: [T, H] of `rank`: the ranks' rows of a token, summed in rank order without weights.
+
+    `expert_rows[d]` are the answers of rank d, one per valid row, in the order of dispatch_flat(inputs, d).
+    """
+    partial = np.zeros((inputs.num_ranks, *inputs.x[rank].shape), inputs.x[rank].dtype)
+    for dst, rows in enumerate(expert_rows):
+        source = dispatch_flat(inputs, dst).source
+        mine = source[:, 0] == rank
+        partial[dst, source[mine, 1]] = rows[mine]
+    return rank_sum(inputs.owner(rank), inputs.num_ranks, lambda dst: partial[dst], inputs.x[rank].dtype)
+
+
+def weighted_sum(ids: IntArray, weights: FloatArray, answer_of_k: Callable[[int], Array], dtype: Any) -> Array:
+    """Sum over k, in order, of weights[:, k] * answer_of_k(k), [T, H]; k without an expert (id -1) add nothing."""
+    num_topk = ids.shape[1]
+    terms = (weights[:, k, None] * answer_of_k(k).astype(np.float32) for k in range(num_topk))
+    return _sum_in_order((ids.T >= 0), terms, dtype)
+
+
+def rank_sum(owner: IntArray, num_ranks: int, answer_of_rank: Callable[[int], Array], dtype: Any) -> Array:
+    """Sum over the ranks 0..N-1 that own an expert of the token (`owner` [T, K]) of answer_of_rank(n), [T, H]."""
+    masks = np.stack([(owner == n).any(1) for n in range(num_ranks)])
+    return _sum_in_order(masks, (answer_of_rank(n).astype(np.float32) for n in range(num_ranks)), dtype)
+
+
+def weights_or_ones(inputs: Inputs, rank: int) -> FloatArray:
+    weights = inputs.topk_weights[rank]
+    return np.ones(inputs.topk_idx[rank].shape, np.float32) if weights is None else weights
+
+
+def first_difference(actual: Array, expected: Array) -> str | None:
+    """Where two arrays differ, as one line, or None. Bits are compared, but NaN equals NaN whatever its bits."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return f"is {actual.dtype}{list(actual.shape)}, expected {expected.dtype}{list(expected.shape)}"
+    unsigned = np.dtype(f"u{actual.dtype.itemsize}")
+    differs = np.ascontiguousarray(actual).view(unsigned) != np.ascontiguousarray(expected).view(unsigned)
+    differs &= ~((actual != actual) & (expected != expected))
+    if not differs.any():
+        return None
+    place = tuple(int(i) for i in np.argwhere(differs)[0])
+    where = f"{int(differs.sum())} of {differs.size} values, first at {place}"
+    return f"differs in {where}: {actual[place]}, expected {expected[place]}"
+
+
+def assert_same(actual: Array, expected: Array, name: str) -> None:
+    """Raise AssertionError with the first place where two arrays differ (see first_difference)."""
+    difference = first_difference(actual, expected)
+    if difference is not None:
+        raise AssertionError(f"{name} {difference}")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Weights of E two-layer feed-forward experts: relu(x @ up[e]) @ down[e]."""
+
+    up: FloatArray  # [E, H, F]
+    down: FloatArray  # [E, F, H]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A layer's output in float64, and what a bound on another computation's error is made of; each [T, H].
+
+    output: sum over k of w[k] * answer[k]; magnitude: sum of |w[k]| |answer[k]|; error: sum of |w[k]| times how far the
+    answer can be off if an expert is computed in float32 from the same rows.
+    """
+
+    output: Double
+    magnitude: Double
+    error: Double
+
+
+def dense_moe(x: Array, topk_idx: Array, topk_weights: Array, experts: Experts) -> Dense:
+    """The whole MoE layer in one process, without dispatch or combine.
+
+    The error of a float32 dot product of length n, in any order of summation, is at most gamma(n) |a||b| (Higham,
+    Accuracy and Stability of Numerical Algorithms, section 3.1). relu enlarges no error; the second layer carries the
+    first one's through |down|.
+    """
+    dense = Dense(*(np.zeros(x.shape, np.float64) for _ in range(3)))
+    for expert in range(len(experts.up)):
+        token, k = np.nonzero(topk_idx == expert)
+        rows, weight = x[token].astype(np.float64), topk_weights[token, k, None].astype(np.float64)
+        up, down = experts.up[expert].astype(np.float64), experts.down[expert].astype(np.float64)
+        inner = np.maximum(rows @ up, 0)
+        inner_error = gamma(len(up)) * (np.abs(rows) @ np.abs(up))
+        answer = inner @ down
+        answer_error = (gamma(len(down)) * (inner + inner_error) + inner_error) @ np.abs(down)
+        np.add.at(dense.output, token, weight * answer)
+        np.add.at(dense.magnitude, token, np.abs(weight * answer))
+        np.add.at(dense.error, token, np.abs(weight) * answer_error)
+    return dense
+
+
+def gamma(num_operations: int) -> float:
+    """Relative error of that many float32 operations in a row."""
+    return num_operations * 2.0**-24 / (1 - num_operations * 2.0**-24)
+
+
+def _valid_ids(topk_idx: Array, num_experts: int) -> IntArray:
+    ids = np.asarray(topk_idx).astype(np.int64)
+    return np.where((ids >= 0) & (ids < num_experts), ids, -1)
+
+
+def _take(inputs: Inputs, src_rank: IntArray, token: IntArray) -> Array:
+    tokens = np.empty((len(token), inputs.x[0].shape[1]), inputs.x[0].dtype)
+    for src, x in enumerate(inputs.x):
+        tokens[src_rank == src] = x[token[src_rank == src]]
+    return tokens
+
+
+def _sum_in_order(masks: Array, terms: Iterable[FloatArray], dtype: Any) -> Array:
+    """Add each term [T, H] where its mask [T] is set. Overflow to infinity and NaN are results here, not mistakes."""
+    total: FloatArray | None = None
+    with np.errstate(over="ignore", invalid="ignore"):
+        for mask, values in zip(masks, terms, strict=True):
+            total = np.zeros_like(values) if total is None else total
+            total = np.where(mask[:, None], total + values, total)
+        if total is None:
+            raise ValueError("nothing to sum")
+        return total.astype(dtype)

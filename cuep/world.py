@@ -1,0 +1,171 @@
+"""World: the ranks of a job, the device of this one, and the backend that they agreed on."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from cuep import env
+from cuep.backend import Backend, Comm
+from cuep.errors import ArgumentError, BackendUnavailable, ClosedError, CuepError, SettingsMismatch
+
+if TYPE_CHECKING:
+    from cuep.group import Group
+
+_log = logging.getLogger("cuep")
+
+
+class SingleComm:
+    """The communicator of a process that no launcher started: one rank, no MPI."""
+
+    rank = 0
+    size = 1
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        return [sendobj]
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        return obj
+
+    def barrier(self) -> None:
+        pass
+
+
+class World:
+    """What `init` returns. Use as a context manager, or call `close()`.
+
+    Attributes:
+        rank, size: this process's rank, and the number of ranks.
+        comm: the communicator.
+        backend: the machine, `backend.name` "cpu" or "cuda"; `backend.xp` is NumPy or CuPy.
+        backend_reason: why this backend was chosen, for people.
+    """
+
+    def __init__(self, comm: Comm, backend: Backend, backend_reason: str) -> None:
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self.backend = backend
+        self.backend_reason = backend_reason
+        self.is_closed = False
+        self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+    def stream(self) -> Any:
+        """A new stream: cupy.cuda.Stream, or the CPU backend's, which runs its kernels in order in a thread."""
+        self.check_open()
+        return self.backend.new_stream()
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise ClosedError("this world is closed")
+
+    def register(self, group: Group) -> None:
+        self._groups.add(group)
+
+    def close(self) -> None:
+        """Close groups that are still open, oldest first, then the backend. Collective; twice is fine."""
+        if self.is_closed:
+            return
+        for group in sorted(self._groups, key=lambda g: g.serial):
+            if not group.is_closed:
+                _log.warning("group %d was not closed before its world", group.serial)
+                group.close()
+        self.backend.close()
+        self.is_closed = True
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+            return
+        # peers may be elsewhere: a collective close could wait for them for ever
+        for group in self._groups:
+            group.abandon()
+        self.is_closed = True
+
+
+def init(comm: Comm | None = None, backend: str = "auto", device: int | None = None) -> World:
+    """Join the ranks of a job. Collective over `comm`.
+
+    Args:
+        comm: an mpi4py communicator, or any object with rank, size, allgather, bcast and barrier. None: COMM_WORLD
+            where an MPI launcher started the process, else this process alone.
+        backend: "cpu", "cuda", or "auto": CUEP_BACKEND if set, else "cuda" where every rank has a usable GPU.
+        device: index of the GPU. None: the rank's number on its host, modulo the visible GPUs.
+
+    Raises:
+        ArgumentError: unknown backend.
+        BackendUnavailable: something that the backend needs is missing; says what, and how to get it.
+        SettingsMismatch: ranks asked for different backends.
+    """
+    if comm is None:
+        comm = _default_comm()
+    wanted = env.backend() or "auto" if backend == "auto" else backend
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ArgumentError(f"backend={wanted!r} is not allowed; allowed: 'auto', 'cpu', 'cuda'")
+    usable = cuda_problem() is None if wanted == "auto" else False
+    votes = comm.allgather((wanted, usable))
+    if len({vote[0] for vote in votes}) > 1:
+        raise SettingsMismatch(f"backend differs between ranks: {[vote[0] for vote in votes]}")
+    if wanted == "auto":
+        blind = [rank for rank, vote in enumerate(votes) if not vote[1]]
+        name = "cpu" if blind else "cuda"
+        reason = "every rank has a GPU" if not blind else f"no GPU on {_ranks(blind)}: {cuda_problem() or 'see there'}"
+    else:
+        name, reason = wanted, "asked for"
+    return World(comm, _make_backend(name, comm, device), reason)
+
+
+def cuda_problem() -> str | None:
+    """Why the CUDA backend cannot run here, or None. Makes no CUDA context."""
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed"
+    try:
+        return None if cupy.cuda.runtime.getDeviceCount() > 0 else "no GPU is visible"
+    except Exception as error:  # CuPy raises its own types, also when the driver's library is missing
+        return f"CuPy finds no GPU ({type(error).__name__}: {error})"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+
+
+def _default_comm() -> Comm:
+    if not env.has_mpi_launcher():
+        return SingleComm()
+    from mpi4py import MPI
+
+    comm: Comm = MPI.COMM_WORLD
+    return comm
+
+
+def _make_backend(name: str, comm: Comm, device: int | None) -> Backend:
+    """Build it on every rank, or raise on every rank."""
+    backend: Backend | None = None
+    problem: Exception | None = None
+    try:
+        if name == "cpu":
+            from cuep.backend.cpu import CpuBackend
+
+            backend = CpuBackend(comm, device)
+        else:
+            from cuep.backend.cuda import CudaBackend
+
+            backend = CudaBackend(comm, device)
+    except CuepError as error:
+        problem = error
+    except ImportError as error:
+        problem = BackendUnavailable(f"the {name} backend needs {error.name}: {error}")
+    problems = comm.allgather(None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    failed = [rank for rank, text in enumerate(problems) if text is not None]
+    if failed or backend is None:
+        raise BackendUnavailable(f"the {name} backend failed on rank {failed[0]}: {problems[failed[0]]}")
+    return backend

@@ -1,0 +1,232 @@
+// High-throughput routing in one block. Warps count, 32 tokens at a time with one ballot per rank, how many tokens go
+// to each rank; ranks exchange the matrix of counts; a prefix sum over it gives every (token, rank) the final row that
+// it will have there. No atomics decide an order: rows are in order of source rank, then token. Cost: two passes over
+// topk_idx in one block and one exchange of small words.
+#include <cuep/base.cuh>
+#include <cuep/sync.cuh>
+#include <cuep/operation.cuh>
+#include <cuep/topk.cuh>
+
+#ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
+constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kNumThreads = 1024;
+#endif
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3
+CUEP_TUNABLE(kNumThreads, 1024, 64);
+
+using namespace cuep;
+
+struct Params {
+    uint8_t* arena[kNumRanks];  // symmetric memory of every rank; offsets below are bytes into it
+    int64_t matrix_offset;  // uint64 [kNumBanks, kNumRanks (source), kNumRanks (destination)]: epoch, rows or kRefused
+    int64_t counts_offset;  // uint64 [kNumBanks, kNumRanks (source), local experts]: epoch, (token, k) pairs
+    const uint8_t* topk_idx;    // [num_tokens, kNumTopk] int32 or int64
+    const float* topk_weights;  // [num_tokens, kNumTopk] or null
+    int32_t* ids;               // handle's copy [max_tokens, kNumTopk]
+    float* weights;             // handle's copy [max_tokens, kNumTopk]
+    int32_t* rows;              // [max_tokens, kNumRanks]: row of a token at each rank, or -1
+    int32_t* send_base;         // [kNumRanks]: first row of this rank's tokens at each rank
+    int32_t* recv_base;         // [kNumRanks + 1]: first row here of each source rank; last: all rows
+    int32_t* src_rank_counts;   // [kNumRanks]
+    int32_t* expert_counts;     // [local experts]
+    int32_t* total;             // [1]
+    HandleState* state;
+    Control* control;
+    Report* report;
+    int64_t timeout_ns;
+    int32_t num_tokens;
+    int32_t rank;
+    uint32_t handle;
+    bool is_int64;
+    bool is_refused;  // publish kRefused instead of counts
+};
+
+constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
+constexpr int kNumWarps = kNumThreads / 32;
+constexpr int kNumBanks = 2;  // ROUTE_BANKS of cuep/layout.py
+CUEP_LAUNCH(kNumThreads, 0)
+
+struct Shared {
+    int32_t experts[kNumExperts];             // pairs of this rank per expert
+    int32_t warp_rows[kNumWarps][kNumRanks];  // rows of each warp's tokens to each rank, then those of earlier warps
+    uint32_t matrix[kNumRanks][kNumRanks];
+};
+
+CUEP_DEVICE uint64_t* matrix_of(const Params& p, int dst, int bank, int src) {
+    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.matrix_offset) + (bank * kNumRanks + src) * kNumRanks;
+}
+
+CUEP_DEVICE uint64_t* counts_of(const Params& p, int dst, int bank, int src) {
+    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.counts_offset) + (bank * kNumRanks + src) * kNumLocalExperts;
+}
+
+// Copies the routing of one token into the handle, counts its experts, and returns the ranks that it goes to.
+CUEP_DEVICE uint32_t take_token(const Params& p, int t, Shared& s) {
+    uint32_t rank_mask = 0;
+#pragma unroll
+    for (int k = 0; k < kNumTopk; k++) {
+        bool is_bad = false;
+        const int e = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, t, k, is_bad);
+        if (is_bad) atom_add_relaxed_sys(&p.report->num_bad_ids, 1u);
+        const int64_t at = static_cast<int64_t>(t) * kNumTopk + k;
+        p.ids[at] = e;
+        p.weights[at] = p.topk_weights == nullptr ? 1.0f : p.topk_weights[at];
+        if (e < 0) continue;
+        atomicAdd(&s.experts[e], 1);
+        rank_mask |= 1u << (e / kNumLocalExperts);
+    }
+    return rank_mask;
+}
+
+CUEP_DEVICE uint32_t ranks_of(const Params& p, int t) {
+    uint32_t rank_mask = 0;
+#pragma unroll
+    for (int k = 0; k < kNumTopk; k++) {
+        const int e = p.ids[static_cast<int64_t>(t) * kNumTopk + k];
+        if (e >= 0) rank_mask |= 1u << (e / kNumLocalExperts);
+    }
+    return rank_mask;
+}
+
+// First and last + 1 of the tokens of a warp: whole groups of 32, in order.
+CUEP_DEVICE int2 tokens_of_warp(const Params& p) {
+    const int num_groups = (p.num_tokens + 31) / 32, per_warp = (num_groups + kNumWarps - 1) / kNumWarps;
+    const int first = warp_idx() * per_warp * 32;
+    return make_int2(first, min(first + per_warp * 32, (p.num_tokens + 31) / 32 * 32));
+}
+
+CUEP_DEVICE void count_tokens(const Params& p, Shared& s) {
+    const int2 range = tokens_of_warp(p);
+    int32_t num_rows = 0;  // of rank lane_idx()
+    for (int first = range.x; first < range.y; first += 32) {
+        const int t = first + lane_idx();
+        const uint32_t rank_mask = t < p.num_tokens ? take_token(p, t, s) : 0;
+#pragma unroll
+        for (int r = 0; r < kNumRanks; r++) {
+            const uint32_t lanes = __ballot_sync(0xffffffffu, rank_mask >> r & 1u);
+            if (lane_idx() == r) num_rows += __popc(lanes);
+        }
+    }
+    if (lane_idx() < kNumRanks) s.warp_rows[warp_idx()][lane_idx()] = num_rows;
+}
+
+// Exclusive sums over warps; the sums over all of them are this rank's line of the matrix.
+CUEP_DEVICE void add_up_warps(const Params& p, Shared& s) {
+    const int r = threadIdx.x;
+    if (r >= kNumRanks) return;
+    int32_t sum = 0;
+    for (int w = 0; w < kNumWarps; w++) {
+        const int32_t num_rows = s.warp_rows[w][r];
+        s.warp_rows[w][r] = sum;
+        sum += num_rows;
+    }
+    s.matrix[p.rank][r] = p.is_refused ? kRefused : static_cast<uint32_t>(sum);
+}
+
+CUEP_DEVICE void publish_counts(const Params& p, const Operation& op, int bank, Shared& s) {
+    for (int i = threadIdx.x; i < kNumRanks * kNumRanks; i += kNumThreads) {  // pairs with wait_counts
+        st_relaxed_sys(matrix_of(p, i / kNumRanks, bank, p.rank) + i % kNumRanks,
+                       tagged(op, s.matrix[p.rank][i % kNumRanks]));
+    }
+    for (int e = threadIdx.x; e < kNumExperts; e += kNumThreads) {  // pairs with wait_counts
+        uint64_t* counts = counts_of(p, e / kNumLocalExperts, bank, p.rank);
+        st_relaxed_sys(counts + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(s.experts[e])));
+    }
+    __syncthreads();
+}
+
+// The whole matrix, and in s.experts the pairs of each (source, local expert). False: gave up.
+CUEP_DEVICE bool wait_counts(const Params& p, const Operation& op, int bank, Shared& s) {
+    bool is_ok = true;
+    for (int i = threadIdx.x; i < kNumRanks * kNumRanks; i += kNumThreads) {
+        const int src = i / kNumRanks;
+        is_ok &= wait_tagged(
+            op, matrix_of(p, p.rank, bank, src) + i % kNumRanks, Phase::kCounts, src, s.matrix[src][i % kNumRanks]);
+    }
+    for (int i = threadIdx.x; i < kNumExperts; i += kNumThreads) {
+        const int src = i / kNumLocalExperts;
+        uint32_t count = 0;
+        is_ok &= wait_tagged(op, counts_of(p, p.rank, bank, src) + i % kNumLocalExperts, Phase::kCounts, src, count);
+        s.experts[i] = static_cast<int32_t>(count);
+    }
+    return !block_any(!is_ok);
+}
+
+CUEP_DEVICE void write_counts(const Params& p, const Shared& s) {
+    const int tid = threadIdx.x;
+    if (tid <= kNumRanks) {
+        int32_t first_row = 0;
+        for (int src = 0; src < tid; src++) first_row += static_cast<int32_t>(s.matrix[src][p.rank]);
+        p.recv_base[tid] = first_row;
+        if (tid == kNumRanks) *p.total = first_row;
+    }
+    if (tid < kNumRanks) {
+        int32_t first_row = 0;
+        for (int src = 0; src < p.rank; src++) first_row += static_cast<int32_t>(s.matrix[src][tid]);
+        p.send_base[tid] = first_row;
+        p.src_rank_counts[tid] = static_cast<int32_t>(s.matrix[tid][p.rank]);
+    }
+    for (int e = tid; e < kNumLocalExperts; e += kNumThreads) {
+        int32_t num_pairs = 0;
+        for (int src = 0; src < kNumRanks; src++) num_pairs += s.experts[src * kNumLocalExperts + e];
+        p.expert_counts[e] = num_pairs;
+    }
+}
+
+CUEP_DEVICE void place_tokens(const Params& p, const Shared& s) {
+    const int2 range = tokens_of_warp(p);
+    const int lane = lane_idx();
+    int32_t next_row = 0;  // at rank lane_idx(), of the next token that goes there
+    if (lane < kNumRanks) {
+        next_row = s.warp_rows[warp_idx()][lane];
+        for (int src = 0; src < p.rank; src++) next_row += static_cast<int32_t>(s.matrix[src][lane]);
+    }
+    for (int first = range.x; first < range.y; first += 32) {
+        const int t = first + lane;
+        const uint32_t rank_mask = t < p.num_tokens ? ranks_of(p, t) : 0;
+#pragma unroll
+        for (int r = 0; r < kNumRanks; r++) {
+            const uint32_t lanes = __ballot_sync(0xffffffffu, rank_mask >> r & 1u);
+            const int32_t row = __shfl_sync(0xffffffffu, next_row, r) + __popc(lanes & ((1u << lane) - 1u));
+            if (t < p.num_tokens) p.rows[static_cast<int64_t>(t) * kNumRanks + r] = rank_mask >> r & 1u ? row : -1;
+            if (lane == r) next_row += __popc(lanes);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_route_ballot(const __grid_constant__ Params p) {
+    __shared__ Shared s;
+    const int tid = threadIdx.x;
+    const Operation op = begin_operation(p.control, p.report, p.timeout_ns, Op::kRoute);
+    const int bank = static_cast<int>(op.epoch) & (kNumBanks - 1);
+
+    // count this rank's tokens
+    for (int e = tid; e < kNumExperts; e += kNumThreads) s.experts[e] = 0;
+    __syncthreads();
+    count_tokens(p, s);
+    __syncthreads();
+    add_up_warps(p, s);
+    __syncthreads();
+
+    // exchange; two banks are enough, since a rank that gets here has seen every peer start its previous routing
+    publish_counts(p, op, bank, s);
+    if (!wait_counts(p, op, bank, s)) return;
+    int refused_by = p.is_refused ? p.rank : -1;
+    for (int r = 0; r < kNumRanks; r++) {
+        if (refused_by < 0 && s.matrix[r][0] == kRefused) refused_by = r;
+    }
+
+    // final rows
+    if (refused_by < 0) {
+        write_counts(p, s);
+        place_tokens(p, s);
+    }
+    __syncthreads();
+    if (tid == 0) {
+        p.state->refused = 0;
+        p.state->unrouted = refused_by >= 0;
+        p.state->refused_by = static_cast<uint32_t>(refused_by);
+        if (refused_by >= 0) report_refusal(p.report, Op::kRoute, refused_by, p.handle);
+        end_operation(op);
+    }
+}

@@ -1,0 +1,181 @@
+// Every access that orders memory between threads, blocks or ranks, named after its PTX instruction. Nothing else in
+// the kernels writes PTX for this, so a protocol can be checked by reading these names.
+//
+// relaxed: the access itself is atomic and not torn, nothing around it is ordered.
+// acquire / release: a release store publishes everything this thread did or observed before it (also what other
+//   threads did, if a barrier or an acquire lies between) to whoever reads the value with an acquire load.
+// gpu / sys: the observers are on the same device / anywhere, including other GPUs and the host.
+//
+// All pointers are to global memory (own, peer or pinned host memory), never to shared memory. Every asm is volatile
+// with a "memory" clobber: the compiler may neither drop nor merge it, nor move other accesses across it.
+#pragma once
+
+#include <cuep/base.cuh>
+
+#ifdef CUEP_CPU
+// The CPU has one scope. x86 orders stores by itself, yet the C++ order matters: it also binds the compiler.
+#define CUEP_LOAD(name, ptx, order)                     \
+    CUEP_DEVICE uint32_t name(const uint32_t* ptr) {    \
+        return cpu::scoped_load<__ATOMIC_##order>(ptr); \
+    }                                                   \
+    CUEP_DEVICE uint64_t name(const uint64_t* ptr) {    \
+        return cpu::scoped_load<__ATOMIC_##order>(ptr); \
+    }
+#define CUEP_STORE(name, ptx, order)                       \
+    CUEP_DEVICE void name(uint32_t* ptr, uint32_t value) { \
+        cpu::scoped_store<__ATOMIC_##order>(ptr, value);   \
+    }                                                      \
+    CUEP_DEVICE void name(uint64_t* ptr, uint64_t value) { \
+        cpu::scoped_store<__ATOMIC_##order>(ptr, value);   \
+    }
+#define CUEP_ATOM_ADD(name, ptx, order)                        \
+    CUEP_DEVICE uint32_t name(uint32_t* ptr, uint32_t value) { \
+        return cpu::scoped_add<__ATOMIC_##order>(ptr, value);  \
+    }
+#define CUEP_RED_ADD(name, ptx, order)                     \
+    CUEP_DEVICE void name(uint32_t* ptr, uint32_t value) { \
+        cpu::scoped_add<__ATOMIC_##order>(ptr, value);     \
+    }
+#define CUEP_ATOM_CAS(name, ptx, order)                                                \
+    CUEP_DEVICE uint32_t name(uint32_t* ptr, uint32_t expected, uint32_t desired) {    \
+        return cpu::scoped_compare_exchange<__ATOMIC_##order>(ptr, expected, desired); \
+    }
+#define CUEP_FENCE(name, ptx, order)           \
+    CUEP_DEVICE void name() {                  \
+        cpu::scoped_fence<__ATOMIC_##order>(); \
+    }
+#else
+#define CUEP_LOAD(name, ptx, order)                                                          \
+    CUEP_DEVICE uint32_t name(const uint32_t* ptr) {                                         \
+        uint32_t value;                                                                      \
+        asm volatile("ld." ptx ".global.u32 %0, [%1];" : "=r"(value) : "l"(ptr) : "memory"); \
+        return value;                                                                        \
+    }                                                                                        \
+    CUEP_DEVICE uint64_t name(const uint64_t* ptr) {                                         \
+        uint64_t value;                                                                      \
+        asm volatile("ld." ptx ".global.u64 %0, [%1];" : "=l"(value) : "l"(ptr) : "memory"); \
+        return value;                                                                        \
+    }
+#define CUEP_STORE(name, ptx, order)                                                       \
+    CUEP_DEVICE void name(uint32_t* ptr, uint32_t value) {                                 \
+        asm volatile("st." ptx ".global.u32 [%0], %1;" ::"l"(ptr), "r"(value) : "memory"); \
+    }                                                                                      \
+    CUEP_DEVICE void name(uint64_t* ptr, uint64_t value) {                                 \
+        asm volatile("st." ptx ".global.u64 [%0], %1;" ::"l"(ptr), "l"(value) : "memory"); \
+    }
+#define CUEP_ATOM_ADD(name, ptx, order)                                                                          \
+    CUEP_DEVICE uint32_t name(uint32_t* ptr, uint32_t value) {                                                   \
+        uint32_t old;                                                                                            \
+        asm volatile("atom." ptx ".global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(ptr), "r"(value) : "memory"); \
+        return old;                                                                                              \
+    }
+#define CUEP_RED_ADD(name, ptx, order)                                                          \
+    CUEP_DEVICE void name(uint32_t* ptr, uint32_t value) {                                      \
+        asm volatile("red." ptx ".global.add.u32 [%0], %1;" ::"l"(ptr), "r"(value) : "memory"); \
+    }
+#define CUEP_ATOM_CAS(name, ptx, order)                                             \
+    CUEP_DEVICE uint32_t name(uint32_t* ptr, uint32_t expected, uint32_t desired) { \
+        uint32_t old;                                                               \
+        asm volatile("atom." ptx ".global.cas.b32 %0, [%1], %2, %3;"                \
+                     : "=r"(old)                                                    \
+                     : "l"(ptr), "r"(expected), "r"(desired)                        \
+                     : "memory");                                                   \
+        return old;                                                                 \
+    }
+#define CUEP_FENCE(name, ptx, order)                 \
+    CUEP_DEVICE void name() {                        \
+        asm volatile("fence." ptx ";" ::: "memory"); \
+    }
+#endif
+
+namespace cuep {
+
+CUEP_LOAD(ld_relaxed_sys, "relaxed.sys", RELAXED)
+CUEP_LOAD(ld_acquire_sys, "acquire.sys", ACQUIRE)
+CUEP_LOAD(ld_acquire_gpu, "acquire.gpu", ACQUIRE)
+CUEP_STORE(st_relaxed_sys, "relaxed.sys", RELAXED)
+CUEP_STORE(st_release_sys, "release.sys", RELEASE)
+CUEP_STORE(st_release_gpu, "release.gpu", RELEASE)
+CUEP_ATOM_ADD(atom_add_relaxed_sys, "relaxed.sys", RELAXED)
+CUEP_ATOM_ADD(atom_add_acq_rel_gpu, "acq_rel.gpu", ACQ_REL)
+CUEP_RED_ADD(red_add_release_sys, "release.sys", RELEASE)
+CUEP_ATOM_CAS(atom_cas_relaxed_sys, "relaxed.sys", RELAXED)
+CUEP_ATOM_CAS(atom_cas_acq_rel_gpu, "acq_rel.gpu", ACQ_REL)
+CUEP_FENCE(fence_acq_rel_sys, "acq_rel.sys", ACQ_REL)
+CUEP_FENCE(fence_acq_rel_gpu, "acq_rel.gpu", ACQ_REL)
+
+#ifdef CUEP_CPU
+
+// Called in every loop that waits for memory to change. Without it a CPU block would spin in one thread for ever.
+CUEP_DEVICE void relax(CUEP_CPU_CALLER) {
+    cpu::relax({file, line});
+}
+
+CUEP_DEVICE uint64_t now_ns() {
+    return cpu::now_ns();
+}
+
+CUEP_DEVICE uint4 load_streaming(const uint4* ptr) {
+    return *ptr;
+}
+
+CUEP_DEVICE uint4 load_16(const uint4* ptr) {
+    cpu::delay_point();
+    return *ptr;
+}
+
+CUEP_DEVICE void store_16(uint4* ptr, uint4 value) {
+    cpu::delay_point();
+    *ptr = value;
+}
+
+#else
+
+// Called in every loop that waits for memory to change. The polling load itself paces the loop on the GPU.
+CUEP_DEVICE void relax() {}
+
+// Nanoseconds of a clock that all blocks of a device share. For time-outs: it may tick as coarsely as 1 us.
+CUEP_DEVICE uint64_t now_ns() {
+    uint64_t ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");
+    return ns;
+}
+
+// 16 bytes of memory that nobody writes while this kernel runs: through the non-coherent path, kept out of L1. Volatile
+// so that it stays behind whatever this kernel waited for at its start; no clobber, so loads of a row can be batched.
+CUEP_DEVICE uint4 load_streaming(const uint4* ptr) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(ptr));
+    return v;
+}
+
+// 16 bytes of memory that a peer or another block wrote before the flag that this thread (or, before a barrier, a
+// thread of its block) acquired. A weak load: it needs that acquire. Not one access: two 8-byte halves may tear.
+CUEP_DEVICE uint4 load_16(const uint4* ptr) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(ptr)
+                 : "memory");
+    return v;
+}
+
+// 16 bytes to own or peer memory; visible to others only after a release that follows it.
+CUEP_DEVICE void store_16(uint4* ptr, uint4 value) {
+    asm volatile(
+        "st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(ptr), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+        : "memory");
+}
+
+#endif  // CUEP_CPU
+
+}  // namespace cuep
+
+#undef CUEP_LOAD
+#undef CUEP_STORE
+#undef CUEP_ATOM_ADD
+#undef CUEP_RED_ADD
+#undef CUEP_ATOM_CAS
+#undef CUEP_FENCE

@@ -1,0 +1,247 @@
+"""The work of gpu_check.sh: runs each stage as a program of its own with a time limit, and gathers what they report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cuep import mpiexec
+from cuep.tables import print_table
+
+ROOT = Path(__file__).resolve().parents[1]
+FULL_SECONDS, QUICK_SECONDS = 470, 170  # under 8 and 3 minutes, with room to end the last stage
+LL_TOKENS, QUICK_LL_TOKENS, HT_TOKENS = (1, 8, 64, 128), (1, 128), 4096
+TINY_SHAPE = ["--tokens", "5", "--hidden", "264", "--experts", "8", "--topk", "3", "--iterations", "1", "--eager"]
+
+
+@dataclass
+class Stage:
+    """One program that ran: what it was and how it ended."""
+
+    name: str
+    command: str
+    is_ok: bool = False
+    seconds: float = 0.0
+    status: int | None = None
+    note: str = ""
+
+
+@dataclass
+class Results:
+    """What results.json holds."""
+
+    ok: bool = False
+    quick: bool = False
+    gpus: int = 0
+    versions: dict[str, Any] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
+    tests: list[dict[str, Any]] = field(default_factory=list)
+    sanitizer: list[dict[str, Any]] = field(default_factory=list)
+    bench: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Runner:
+    """Runs stages until the time is up; their output goes to the log."""
+
+    def __init__(self, out: Path, seconds: float) -> None:
+        self.out = out
+        self.results = Results()
+        self._end = time.monotonic() + seconds
+        self._log = (out / "log.txt").open("w")
+        self._env = os.environ | {"CUEP_BACKEND": "cuda", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(self, name: str, command: list[str], limit_s: float, **env: str) -> tuple[Stage, str]:
+        """Run one stage; returns it and what it printed."""
+        stage = Stage(name, " ".join(command))
+        self.results.stages.append(stage)
+        limit_s = min(limit_s, self._end - time.monotonic())
+        self._write(f"\n==== {name}: {stage.command}\n")
+        if limit_s < 2:
+            stage.note = "not run: out of time"
+            return self._finish(stage, "")
+        start = time.monotonic()
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=self._env | env, text=True, errors="replace", stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            printed, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            stage.note = f"ended after its limit of {limit_s:.0f} s"
+            printed = _end_group(process)
+        stage.seconds = round(time.monotonic() - start, 1)
+        stage.status = process.returncode
+        stage.is_ok = process.returncode == 0 and not stage.note
+        self._write(printed)
+        return self._finish(stage, printed)
+
+    def ranks(self, name: str, num_ranks: int, command: list[str], limit_s: float, **env: str) -> tuple[Stage, str]:
+        return self.run(name, [*mpiexec.command(), "-n", str(num_ranks), *command], limit_s, **env)
+
+    def save(self) -> None:
+        self.results.ok = bool(self.results.stages) and all(stage.is_ok for stage in self.results.stages)
+        (self.out / "results.json").write_text(json.dumps(asdict(self.results), indent=1) + "\n")
+
+    def _finish(self, stage: Stage, printed: str) -> tuple[Stage, str]:
+        state = "ok" if stage.is_ok else "FAILED"
+        line = f"{state:<7} {stage.name:<24} {stage.seconds:6.1f} s  {stage.note}".rstrip()
+        self._write(f"==== {line}\n")
+        print(line, flush=True)
+        self.save()  # whatever happens to this script, what it knows so far is there
+        return stage, printed
+
+    def _write(self, text: str) -> None:
+        self._log.write(text)
+        self._log.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="under 3 minutes: fewer shapes, memcheck only")
+    parser.add_argument("--out", type=Path, default=ROOT / "gpu_check_out", metavar="DIR")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    runner = Runner(out, QUICK_SECONDS if options.quick else FULL_SECONDS)
+    runner.results.quick = options.quick
+
+    count_gpus = "import cupy; print('gpus', cupy.cuda.runtime.getDeviceCount())"
+    _, printed = runner.run("count GPUs", [sys.executable, "-c", count_gpus], 60)
+    found = re.search(r"gpus (\d+)", printed)
+    num_gpus = int(found[1]) if found else 0
+    runner.results.gpus = num_gpus
+    if num_gpus:
+        check(runner, num_gpus, options.quick)
+    else:
+        print("no GPU can be used:\n" + printed)
+    runner.save()
+    show(runner.results, out)
+    return 0 if runner.results.ok else 1
+
+
+def check(runner: Runner, num_gpus: int, quick: bool) -> None:
+    """All stages: what is short and tells most comes first."""
+    most = max(n for n in (1, 2, 4) if n <= num_gpus)
+    info = runner.out / "info.json"
+    stage, _ = runner.run("info", [sys.executable, "-m", "cuep", "info", "--json", str(info)], 60)
+    if stage.is_ok:
+        runner.results.versions = json.loads(info.read_text())
+
+    for n in [most] if quick else [n for n in (1, 2, 4) if n <= num_gpus]:
+        run_tests(runner, n, limit_s=90 if quick else 120)
+    if not quick and num_gpus < 8:
+        # More ranks than GPUs is slow and says nothing about speed, but 8 ranks reach what 4 do not.
+        run_tests(runner, 8, limit_s=90)
+
+    for tokens in QUICK_LL_TOKENS if quick else LL_TOKENS:
+        run_bench(runner, most, "ll", tokens)
+    run_bench(runner, most, "ht", HT_TOKENS)
+
+    sanitizer = find_sanitizer()
+    for tool in () if sanitizer is None else ("memcheck",) if quick else ("memcheck", "synccheck", "racecheck"):
+        for mode in ("ll", "ht"):
+            run_sanitizer(runner, str(sanitizer), tool, mode, min(2, num_gpus))
+    if sanitizer is None:
+        print("compute-sanitizer was not found: not run")
+        runner.results.sanitizer.append({"tool": None, "note": "compute-sanitizer was not found"})
+
+
+def run_tests(runner: Runner, num_ranks: int, limit_s: float) -> None:
+    report = runner.out / f"tests_{num_ranks}.xml"
+    report.unlink(missing_ok=True)
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "timeout_method=thread", "tests/mpi"]
+    stage, _ = runner.ranks(f"tests, {num_ranks} ranks", num_ranks, [*pytest, f"--junitxml={report}"], limit_s)
+    if stage.status == 5 and not stage.note:
+        stage.is_ok, stage.note = True, "no test for this number of ranks"
+    summary: dict[str, Any] = {"ranks": num_ranks, "passed": 0, "failed": 0, "skipped": 0, "failures": []}
+    if report.is_file():
+        for case in ET.parse(report).iter("testcase"):
+            bad = [*case.iter("failure"), *case.iter("error")]
+            outcome = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
+            summary[outcome] += 1
+            for node in bad:
+                text = (node.text or node.get("message") or "")[:4000]
+                summary["failures"].append({"test": f"{case.get('classname')}::{case.get('name')}", "text": text})
+    summary["complete"] = report.is_file()
+    runner.results.tests.append(summary)
+    runner.save()
+
+
+def run_bench(runner: Runner, num_ranks: int, mode: str, tokens: int) -> None:
+    records = runner.out / f"bench_{mode}_{tokens}.json"
+    records.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "cuep", "bench", mode, "--tokens", str(tokens), "--check", "--json", str(records)]
+    runner.ranks(f"bench {mode}, {tokens} tokens", num_ranks, command, 60)
+    if records.is_file():
+        runner.results.bench += json.loads(records.read_text())
+    runner.save()
+
+
+def run_sanitizer(runner: Runner, sanitizer: str, tool: str, mode: str, num_ranks: int) -> None:
+    watched = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "9"]
+    command = [*watched, sys.executable, "-m", "cuep", "bench", mode, "--check", *TINY_SHAPE]
+    # Kernels run many times slower, and peers must not give up on each other.
+    stage, printed = runner.ranks(f"{tool} {mode}", num_ranks, command, 60, CUEP_TIMEOUT_S="55")
+    errors = [int(number) for number in re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", printed)]
+    if len(errors) < num_ranks and stage.is_ok:
+        stage.is_ok, stage.note = False, "not every rank printed a summary"
+    record = {"tool": tool, "mode": mode, "ranks": num_ranks, "ok": stage.is_ok, "errors": sum(errors)}
+    runner.results.sanitizer.append(record)
+    runner.save()
+
+
+def find_sanitizer() -> Path | None:
+    found = shutil.which("compute-sanitizer")
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    candidates = [Path(found)] if found else [Path(home) / "bin/compute-sanitizer" for home in homes if home]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def show(results: Results, out: Path) -> None:
+    for tests in results.tests:
+        for failure in tests["failures"]:
+            print(f"FAILED on {tests['ranks']} ranks: {failure['test']}")
+    rows: list[list[Any]] = [["tests", f"{t['ranks']} ranks", _test_text(t)] for t in results.tests]
+    rows += [
+        ["sanitizer", f"{s['tool']} {s['mode']}, {s['ranks']} ranks", "clean" if s["ok"] else f"{s['errors']} errors"]
+        for s in results.sanitizer
+        if s["tool"]
+    ]
+    for record in results.bench:
+        what = f"{record['mode']} {record['op']}, {record['tokens']} tokens, {record['ranks']} ranks"
+        checked = "" if record["checked"] else "  NOT RIGHT"
+        rows.append(["bench", what, f"{record['us_median']:.1f} us  {record['gb_per_s']} GB/s{checked}"])
+    print_table("gpu_check", ["", "what", "result"], rows)
+    bad = [stage.name for stage in results.stages if not stage.is_ok]
+    print(f"gpu_check: {'ok' if results.ok else 'FAILED: ' + ', '.join(bad)}  ({out}/results.json, log.txt)")
+
+
+def _test_text(tests: dict[str, Any]) -> str:
+    counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
+    return counts if tests["complete"] else "did not finish: see the log"
+
+
+def _end_group(process: subprocess.Popen[str]) -> str:
+    """End a launcher and its ranks: politely, so that it can end ranks that left its process group, then by force."""
+    for number, patience_s in ((signal.SIGTERM, 8), (signal.SIGKILL, 8)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=patience_s)[0]
+    return "the stage left processes behind that hold its output\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
