@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -187,6 +188,8 @@ def _on_world(options: argparse.Namespace, body: Callable[[World], int]) -> int:
         except Exception as error:
             if world.size == 1:
                 raise
+            if world.rank and isinstance(error, CuepError):
+                time.sleep(1)  # mostly all ranks raise the same, and rank 0, by then, has said so and ended the job
             text = str(error) if isinstance(error, CuepError) else traceback.format_exc()
             print(f"cuep: rank {world.rank}: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
             comm: Any = world.comm

@@ -64,7 +64,8 @@ class Group:
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
         _agree_on_settings(world, cfg)
         cfg.check_ranks(self.num_ranks)
-        self._allocate()
+        with world.backend.active():
+            self._allocate()
         world.register(self)
 
     def _allocate(self) -> None:

@@ -81,7 +81,8 @@ class Handle:
             name: backend.zeros(shape, layout.dtype_of(dtype))
             for name, (shape, dtype) in layout.handle_arrays(group.cfg, group.num_ranks).items()
         }
-        self.state: Any = group.mode.attach(self)  # the mode's own; None once closed
+        with backend.active():
+            self.state: Any = group.mode.attach(self)  # the mode's own; None once closed
 
     def route(self, topk_idx: Any, topk_weights: Any, stream: Any) -> None:
         group = self._group

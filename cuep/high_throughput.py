@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cuep.group import Group
     from cuep.handle import Handle
 
+_ROUTE_BLOCKS = 8  # one places rows, one counts experts, the others copy
 _SMEM_BYTES = 200 * 1024  # of a block, for rows in flight: what every GPU from sm_90 on has
 _DISPATCH_REGIONS = ("tokens", "topk_idx", "topk_weights", "source")
 
@@ -46,7 +47,7 @@ class HighThroughput:
         routing = ranks | {"kNumExperts": cfg.num_experts, "kNumTopk": cfg.num_topk}
         rows = {"kRowBytes": cfg.row_bytes}
         is_gpu = group.world.backend.name == "cuda"
-        self._route = ModeKernel(group, "route", "ballot", routing, {}, blocks=1)
+        self._route = ModeKernel(group, "route", "ballot", routing, {}, most_blocks=_ROUTE_BLOCKS)
         self._dispatch = ModeKernel(
             group, "dispatch", "bulk", routing | rows, _stages(cfg.row_bytes, "kNumWarps") if is_gpu else {}
         )

@@ -45,9 +45,9 @@ class ModeKernel:
         default_variant: str,
         constants: Mapping[str, Constant],
         tunables: Mapping[str, int],
-        blocks: int | None = None,
+        most_blocks: int | None = None,
     ) -> None:
-        """blocks: exactly so many, or None for as many as num_sms and the device allow."""
+        """most_blocks: what the kernel can use; None: as many as num_sms and the device allow."""
         mode = group.cfg.mode
         variant = group.cfg.variants.get(op, default_variant)
         known = jit.variants(f"{mode}_{op}")
@@ -56,8 +56,8 @@ class ModeKernel:
         backend = group.world.backend
         comm = group.world.comm
         self._kernel = Kernel(backend, f"{mode}_{op}_{variant}", constants, comm, tunables)
-        wanted = blocks or group.cfg.num_sms or (_CPU_BLOCKS if backend.name == "cpu" else self._kernel.max_grid)
-        self.grid = min(wanted, self._kernel.max_grid)
+        limits = [self._kernel.max_grid, group.cfg.num_sms, most_blocks, _CPU_BLOCKS if backend.name == "cpu" else None]
+        self.grid = min(limit for limit in limits if limit is not None)
 
     def record(self, values: Mapping[str, Any]) -> Record:
         """Params filled by name; fields without a value are zero, to be set for each call."""

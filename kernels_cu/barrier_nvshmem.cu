@@ -1,7 +1,7 @@
 // A barrier over all ranks, made of NVSHMEM signals: every rank sets its word on every peer to the barrier's number and
 // waits until each peer's word here has it. What a rank's stream wrote or put before the barrier is seen by every rank
-// after it. The number lives on the device, so that replays of a CUDA graph count on. Goes wherever NVSHMEM's transports
-// go, not only over NVLink. One block; cost: one signal per peer and one flag latency.
+// after it. The number lives on the device, so that replays of a CUDA graph count on. Goes wherever NVSHMEM's
+// transports go, not only over NVLink. One block; cost: one signal per peer and one flag latency.
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/nvshmem.cuh>
@@ -15,9 +15,9 @@ CUEP_TUNABLE(kNumThreads, 32, 32);
 using namespace cuep;
 
 struct Params {
-    uint64_t* signals;   // symmetric [kNumRanks]: number of the last barrier that each rank has reached
-    uint64_t* epoch;     // [1], device: number of the last barrier that this rank has passed
-    uint64_t* report;    // [4], pinned: 1 after a timeout, then peer, expected, seen
+    uint64_t* signals;  // symmetric [kNumRanks]: number of the last barrier that each rank has reached
+    uint64_t* epoch;    // [1], device: number of the last barrier that this rank has passed
+    uint64_t* report;   // [4], pinned: 1 after a timeout, then peer, expected, seen
     int64_t timeout_ns;
     int32_t rank;
 };

@@ -149,7 +149,7 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int t) {
     const int32_t slot = lane < kNumRanks ? own_row - p.send_base[lane] : 0;
     if (own_row >= 0 && lane != p.rank) {
         uint32_t unused = 0;
-        is_ok = wait_tagged(op, flag_of(p, p.rank, lane, slot), Phase::kRows, lane, unused);
+        is_ok = wait_flag(op, flag_of(p, p.rank, lane, slot), Phase::kRows, lane, unused);
     }
     if (!__all_sync(0xffffffffu, is_ok)) return false;
     const uint4* terms[kNumRanks];  // null: this rank has none of the token's experts
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_push(con
     } else {
         const int lane = lane_idx(), sum_warp = warp - kNumPushWarps;
         uint32_t total = 0;
-        if (lane < kNumRanks) is_ok = wait_tagged(op, total_of(p, p.rank, lane), Phase::kCounts, lane, total);
+        if (lane < kNumRanks) is_ok = wait_word(op, total_of(p, p.rank, lane), lane, total);
         if (sum_warp == 0 && lane < kNumRanks) totals[lane] = total;
         is_ok = __all_sync(0xffffffffu, is_ok);
         const bool is_refused = p.is_refused || __any_sync(0xffffffffu, total == kRefused);

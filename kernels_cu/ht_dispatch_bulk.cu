@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
         st_release_sys(ready_of(p, tid, p.rank), tagged(op, buffer));
     }
     bool is_ok = true;
-    if (tid < kNumRanks) is_ok = wait_tagged(op, ready_of(p, p.rank, tid), Phase::kReuse, tid, buffers[tid]);
+    if (tid < kNumRanks) is_ok = wait_flag(op, ready_of(p, p.rank, tid), Phase::kReuse, tid, buffers[tid]);
     if (block_any(!is_ok)) return;
     int refused_by = p.is_refused ? p.rank : -1;
     for (int r = 0; r < kNumRanks; r++) {
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
         fence_acq_rel_sys();
         st_release_sys(arrived_of(p, tid, p.rank), tagged(op, 0));
         uint32_t unused = 0;
-        is_ok = wait_tagged(op, arrived_of(p, p.rank, tid), Phase::kRows, tid, unused);
+        is_ok = wait_flag(op, arrived_of(p, p.rank, tid), Phase::kRows, tid, unused);
     }
     if (block_any(!is_ok)) return;
     if (tid == 0) {

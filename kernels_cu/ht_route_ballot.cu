@@ -47,9 +47,9 @@ constexpr int kNumBanks = 2;  // ROUTE_BANKS of cuep/layout.py
 CUEP_LAUNCH(kNumThreads, 0)
 
 struct Shared {
-    int32_t experts[kNumExperts];             // pairs of this rank per expert
+    int32_t experts[kNumExperts];  // pairs of this rank per expert, then those of each (source, local expert)
     int32_t warp_rows[kNumWarps][kNumRanks];  // rows of each warp's tokens to each rank, then those of earlier warps
-    uint32_t matrix[kNumRanks][kNumRanks];
+    uint32_t matrix[kNumRanks][kNumRanks];    // rows from each rank to each rank, or kRefused
 };
 
 CUEP_DEVICE uint64_t* matrix_of(const Params& p, int dst, int bank, int src) {
@@ -60,32 +60,11 @@ CUEP_DEVICE uint64_t* counts_of(const Params& p, int dst, int bank, int src) {
     return reinterpret_cast<uint64_t*>(p.arena[dst] + p.counts_offset) + (bank * kNumRanks + src) * kNumLocalExperts;
 }
 
-// Copies the routing of one token into the handle, counts its experts, and returns the ranks that it goes to.
-CUEP_DEVICE uint32_t take_token(const Params& p, int t, Shared& s) {
-    uint32_t rank_mask = 0;
-#pragma unroll
-    for (int k = 0; k < kNumTopk; k++) {
-        bool is_bad = false;
-        const int e = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, t, k, is_bad);
-        if (is_bad) atom_add_relaxed_sys(&p.report->num_bad_ids, 1u);
-        const int64_t at = static_cast<int64_t>(t) * kNumTopk + k;
-        p.ids[at] = e;
-        p.weights[at] = p.topk_weights == nullptr ? 1.0f : p.topk_weights[at];
-        if (e < 0) continue;
-        atomicAdd(&s.experts[e], 1);
-        rank_mask |= 1u << (e / kNumLocalExperts);
-    }
-    return rank_mask;
-}
-
-CUEP_DEVICE uint32_t ranks_of(const Params& p, int t) {
-    uint32_t rank_mask = 0;
-#pragma unroll
-    for (int k = 0; k < kNumTopk; k++) {
-        const int e = p.ids[static_cast<int64_t>(t) * kNumTopk + k];
-        if (e >= 0) rank_mask |= 1u << (e / kNumLocalExperts);
-    }
-    return rank_mask;
+CUEP_DEVICE uint32_t ranks_of_token(const Params& p, int t) {
+    if (t >= p.num_tokens) return 0;
+    int32_t experts[kNumTopk];
+    load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, experts);
+    return ranks_of<kNumLocalExperts>(experts);
 }
 
 // First and last + 1 of the tokens of a warp: whole groups of 32, in order.
@@ -99,8 +78,7 @@ CUEP_DEVICE void count_tokens(const Params& p, Shared& s) {
     const int2 range = tokens_of_warp(p);
     int32_t num_rows = 0;  // of rank lane_idx()
     for (int first = range.x; first < range.y; first += 32) {
-        const int t = first + lane_idx();
-        const uint32_t rank_mask = t < p.num_tokens ? take_token(p, t, s) : 0;
+        const uint32_t rank_mask = ranks_of_token(p, first + lane_idx());
 #pragma unroll
         for (int r = 0; r < kNumRanks; r++) {
             const uint32_t lanes = __ballot_sync(0xffffffffu, rank_mask >> r & 1u);
@@ -123,31 +101,20 @@ CUEP_DEVICE void add_up_warps(const Params& p, Shared& s) {
     s.matrix[p.rank][r] = p.is_refused ? kRefused : static_cast<uint32_t>(sum);
 }
 
-CUEP_DEVICE void publish_counts(const Params& p, const Operation& op, int bank, Shared& s) {
-    for (int i = threadIdx.x; i < kNumRanks * kNumRanks; i += kNumThreads) {  // pairs with wait_counts
+CUEP_DEVICE void publish_matrix(const Params& p, const Operation& op, int bank, Shared& s) {
+    for (int i = threadIdx.x; i < kNumRanks * kNumRanks; i += kNumThreads) {  // pairs with wait_matrix
         st_relaxed_sys(matrix_of(p, i / kNumRanks, bank, p.rank) + i % kNumRanks,
                        tagged(op, s.matrix[p.rank][i % kNumRanks]));
-    }
-    for (int e = threadIdx.x; e < kNumExperts; e += kNumThreads) {  // pairs with wait_counts
-        uint64_t* counts = counts_of(p, e / kNumLocalExperts, bank, p.rank);
-        st_relaxed_sys(counts + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(s.experts[e])));
     }
     __syncthreads();
 }
 
-// The whole matrix, and in s.experts the pairs of each (source, local expert). False: gave up.
-CUEP_DEVICE bool wait_counts(const Params& p, const Operation& op, int bank, Shared& s) {
+// Every rank's line. False: gave up.
+CUEP_DEVICE bool wait_matrix(const Params& p, const Operation& op, int bank, Shared& s) {
     bool is_ok = true;
     for (int i = threadIdx.x; i < kNumRanks * kNumRanks; i += kNumThreads) {
         const int src = i / kNumRanks;
-        is_ok &= wait_tagged(
-            op, matrix_of(p, p.rank, bank, src) + i % kNumRanks, Phase::kCounts, src, s.matrix[src][i % kNumRanks]);
-    }
-    for (int i = threadIdx.x; i < kNumExperts; i += kNumThreads) {
-        const int src = i / kNumLocalExperts;
-        uint32_t count = 0;
-        is_ok &= wait_tagged(op, counts_of(p, p.rank, bank, src) + i % kNumLocalExperts, Phase::kCounts, src, count);
-        s.experts[i] = static_cast<int32_t>(count);
+        is_ok &= wait_word(op, matrix_of(p, p.rank, bank, src) + i % kNumRanks, src, s.matrix[src][i % kNumRanks]);
     }
     return !block_any(!is_ok);
 }
@@ -166,11 +133,6 @@ CUEP_DEVICE void write_counts(const Params& p, const Shared& s) {
         p.send_base[tid] = first_row;
         p.src_rank_counts[tid] = static_cast<int32_t>(s.matrix[tid][p.rank]);
     }
-    for (int e = tid; e < kNumLocalExperts; e += kNumThreads) {
-        int32_t num_pairs = 0;
-        for (int src = 0; src < kNumRanks; src++) num_pairs += s.experts[src * kNumLocalExperts + e];
-        p.expert_counts[e] = num_pairs;
-    }
 }
 
 CUEP_DEVICE void place_tokens(const Params& p, const Shared& s) {
@@ -183,50 +145,109 @@ CUEP_DEVICE void place_tokens(const Params& p, const Shared& s) {
     }
     for (int first = range.x; first < range.y; first += 32) {
         const int t = first + lane;
-        const uint32_t rank_mask = t < p.num_tokens ? ranks_of(p, t) : 0;
+        const uint32_t rank_mask = ranks_of_token(p, t);
+        int32_t rows[kNumRanks];
 #pragma unroll
         for (int r = 0; r < kNumRanks; r++) {
             const uint32_t lanes = __ballot_sync(0xffffffffu, rank_mask >> r & 1u);
             const int32_t row = __shfl_sync(0xffffffffu, next_row, r) + __popc(lanes & ((1u << lane) - 1u));
-            if (t < p.num_tokens) p.rows[static_cast<int64_t>(t) * kNumRanks + r] = rank_mask >> r & 1u ? row : -1;
+            rows[r] = rank_mask >> r & 1u ? row : -1;
             if (lane == r) next_row += __popc(lanes);
         }
+        if (t < p.num_tokens) {
+#pragma unroll
+            for (int r = 0; r < kNumRanks; r++) p.rows[static_cast<int64_t>(t) * kNumRanks + r] = rows[r];
+        }
+    }
+}
+
+// The first block: rows of every (token, rank). False: gave up. refused_by: the rank that refused, or -1.
+CUEP_DEVICE bool route_tokens(const Params& p, const Operation& op, int bank, Shared& s, int& refused_by) {
+    count_tokens(p, s);
+    __syncthreads();
+    add_up_warps(p, s);
+    __syncthreads();
+    publish_matrix(p, op, bank, s);
+    if (!wait_matrix(p, op, bank, s)) return false;
+    refused_by = p.is_refused ? p.rank : -1;
+    for (int r = 0; r < kNumRanks; r++) {
+        if (refused_by < 0 && s.matrix[r][0] == kRefused) refused_by = r;
+    }
+    if (refused_by < 0) {
+        write_counts(p, s);
+        place_tokens(p, s);
+    }
+    return true;
+}
+
+// The second block: (token, k) pairs of every local expert. False: gave up.
+CUEP_DEVICE bool count_experts(const Params& p, const Operation& op, int bank, Shared& s) {
+    for (int e = threadIdx.x; e < kNumExperts; e += kNumThreads) s.experts[e] = 0;
+    __syncthreads();
+    for (int t = threadIdx.x; t < p.num_tokens; t += kNumThreads) {
+        int32_t experts[kNumTopk];
+        const uint32_t num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, experts);
+        if (num_bad != 0) atom_add_relaxed_sys(&p.report->num_bad_ids, num_bad);
+#pragma unroll
+        for (int k = 0; k < kNumTopk; k++) {
+            if (experts[k] >= 0) atomicAdd(&s.experts[experts[k]], 1);
+        }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < kNumExperts; e += kNumThreads) {  // pairs with the wait below
+        uint64_t* counts = counts_of(p, e / kNumLocalExperts, bank, p.rank);
+        st_relaxed_sys(counts + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(s.experts[e])));
+    }
+    __syncthreads();
+    bool is_ok = true;
+    for (int i = threadIdx.x; i < kNumExperts; i += kNumThreads) {
+        const int src = i / kNumLocalExperts;
+        uint32_t count = 0;
+        is_ok &= wait_word(op, counts_of(p, p.rank, bank, src) + i % kNumLocalExperts, src, count);
+        s.experts[i] = static_cast<int32_t>(count);
+    }
+    if (block_any(!is_ok)) return false;
+    for (int e = threadIdx.x; e < kNumLocalExperts; e += kNumThreads) {
+        int32_t num_pairs = 0;
+        for (int src = 0; src < kNumRanks; src++) num_pairs += s.experts[src * kNumLocalExperts + e];
+        p.expert_counts[e] = num_pairs;
+    }
+    return true;
+}
+
+// The other blocks: the handle's own copy of the routing.
+CUEP_DEVICE void copy_routing(const Params& p, int block, int num_blocks) {
+    for (int64_t i = block * kNumThreads + threadIdx.x; i < int64_t{p.num_tokens} * kNumTopk;
+         i += num_blocks * kNumThreads) {
+        p.ids[i] = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, i / kNumTopk, i % kNumTopk);
+        p.weights[i] = p.topk_weights == nullptr ? 1.0f : p.topk_weights[i];
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_route_ballot(const __grid_constant__ Params p) {
     __shared__ Shared s;
-    const int tid = threadIdx.x;
+    const int block = blockIdx.x, num_blocks = gridDim.x;
     const Operation op = begin_operation(p.control, p.report, p.timeout_ns, Op::kRoute);
+    // two banks are enough: a rank that gets here has seen every peer start its previous routing
     const int bank = static_cast<int>(op.epoch) & (kNumBanks - 1);
 
-    // count this rank's tokens
-    for (int e = tid; e < kNumExperts; e += kNumThreads) s.experts[e] = 0;
-    __syncthreads();
-    count_tokens(p, s);
-    __syncthreads();
-    add_up_warps(p, s);
-    __syncthreads();
+    // each block its part; with few blocks the last one has several
+    int refused_by = -1;
+    if (block == 0) {
+        if (!route_tokens(p, op, bank, s, refused_by)) return;
+        if (threadIdx.x == 0) {
+            p.state->refused = 0;
+            p.state->unrouted = refused_by >= 0;
+            p.state->refused_by = static_cast<uint32_t>(refused_by);
+            if (refused_by >= 0) report_refusal(p.report, Op::kRoute, refused_by, p.handle);
+        }
+        __syncthreads();
+    }
+    if (block == min(1, num_blocks - 1)) {
+        if (!count_experts(p, op, bank, s)) return;
+    }
+    const int first_copier = min(2, num_blocks - 1);
+    if (block >= first_copier) copy_routing(p, block - first_copier, num_blocks - first_copier);
 
-    // exchange; two banks are enough, since a rank that gets here has seen every peer start its previous routing
-    publish_counts(p, op, bank, s);
-    if (!wait_counts(p, op, bank, s)) return;
-    int refused_by = p.is_refused ? p.rank : -1;
-    for (int r = 0; r < kNumRanks; r++) {
-        if (refused_by < 0 && s.matrix[r][0] == kRefused) refused_by = r;
-    }
-
-    // final rows
-    if (refused_by < 0) {
-        write_counts(p, s);
-        place_tokens(p, s);
-    }
-    __syncthreads();
-    if (tid == 0) {
-        p.state->refused = 0;
-        p.state->unrouted = refused_by >= 0;
-        p.state->refused_by = static_cast<uint32_t>(refused_by);
-        if (refused_by >= 0) report_refusal(p.report, Op::kRoute, refused_by, p.handle);
-        end_operation(op);
-    }
+    if (is_last_block(op) && threadIdx.x == 0) end_operation(op);
 }

@@ -7,12 +7,13 @@
 #include <cuep/operation.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
-constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448;
+constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
 using elem_t = cuep::bf16_t;
 #endif
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
 CUEP_TUNABLE(kNumThreads, 448, 64);
+CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 
 using namespace cuep;
 
@@ -132,7 +133,7 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank && (rank_mask >> tid & 1u)) {
         uint32_t unused = 0;
-        is_ok = wait_tagged(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);
+        is_ok = wait_flag(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);
     }
     if (block_any(!is_ok)) return false;
     uint4* y = reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(t) * kRowBytes);
@@ -162,12 +163,17 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
     return true;
 }
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ll_combine_direct(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    ll_combine_direct(const __grid_constant__ Params p) {
     __shared__ uint32_t totals[kNumRanks];
     const int tid = threadIdx.x;
     if (p.state->refused != 0) {  // nothing was dispatched: no operation, no epoch, on any rank
         if (blockIdx.x == 0 && tid == 0) report_refusal(p.report, Op::kCombine, p.state->refused_by, p.handle);
         return;
+    }
+    int most = 0;  // rows of the peer that is sent most
+    for (int r = 0; r < kNumRanks; r++) {
+        if (r != p.rank && !p.is_refused) most = max(most, p.num_rows[r]);
     }
     const Operation op = begin_operation(p.control, p.report, p.timeout_ns, Op::kCombine);
     const int bank = static_cast<int>(op.epoch) & (p.num_banks - 1);
@@ -183,10 +189,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ll_combine_direct(c
         st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
     }
     if constexpr (kNumPeers > 0) {
-        int most = 0;
-        for (int r = 0; r < kNumRanks; r++) {
-            if (r != p.rank && !p.is_refused) most = max(most, p.num_rows[r]);
-        }
         for (int u = blockIdx.x; u < most * kNumPeers; u += gridDim.x) {
             const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
             if (slot < p.num_rows[src]) send_answer(p, op, bank, src, slot);
@@ -196,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ll_combine_direct(c
     // every rank says how much it sends, or that it refused
     if (tid < kNumRanks) {
         uint32_t total = 0;
-        is_ok = wait_tagged(op, total_of(p, p.rank, bank, tid), Phase::kCounts, tid, total);
+        is_ok = wait_word(op, total_of(p, p.rank, bank, tid), tid, total);
         totals[tid] = total;
     }
     if (block_any(!is_ok)) return;

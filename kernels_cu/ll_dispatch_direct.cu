@@ -9,11 +9,12 @@
 #include <cuep/topk.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
-constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448;
+constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
 #endif
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528
 CUEP_TUNABLE(kNumThreads, 448, 64);
+CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 
 using namespace cuep;
 
@@ -69,10 +70,12 @@ struct Shared {
     int32_t total;
 };
 
-CUEP_DEVICE int32_t expert_at(const Params& p, int64_t token, int k) {
-    bool is_bad = false;
-    return load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, token, k, is_bad);
-}
+// A token on its way out: its row in registers, and where it goes.
+struct Token {
+    uint4 row[kVecsPerThread];  // this thread's pieces
+    int32_t experts[kNumTopk];
+    uint32_t rank_mask;
+};
 
 CUEP_DEVICE int64_t slot_at(const Params& p, int bank, int src, int64_t slot) {
     return (static_cast<int64_t>(bank) * kNumRanks + src) * p.max_tokens + slot;
@@ -111,51 +114,65 @@ CUEP_DEVICE void publish_counts(const Params& p, const Operation& op, int bank, 
     for (int e = tid; e < kNumExperts; e += kNumThreads) s.experts[e] = 0;
     if (tid < kNumRanks) s.num_rows[tid] = 0;
     __syncthreads();
-    bool is_bad = false;
     for (int first = 0; first < p.num_tokens; first += kNumThreads) {
         const int t = first + tid;
         uint32_t rank_mask = 0;
         if (t < p.num_tokens) {
+            int32_t experts[kNumTopk];
+            const uint32_t num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, experts);
+            if (num_bad != 0) atom_add_relaxed_sys(&p.report->num_bad_ids, num_bad);
 #pragma unroll
             for (int k = 0; k < kNumTopk; k++) {
-                bool is_bad_id = false;
-                const int e = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, t, k, is_bad_id);
-                if (is_bad_id) atom_add_relaxed_sys(&p.report->num_bad_ids, 1u);
-                if (e >= 0) {
-                    atomicAdd(&s.experts[e], 1);
-                    rank_mask |= 1u << (e / kNumLocalExperts);
-                }
+                if (experts[k] >= 0) atomicAdd(&s.experts[experts[k]], 1);
             }
+            rank_mask = ranks_of<kNumLocalExperts>(experts);
         }
         count_ranks<kNumRanks>(rank_mask, s.num_rows);
     }
     __syncthreads();
+    if (tid < kNumRanks) {  // pairs with wait_totals
+        const uint32_t total = p.is_refused ? kRefused : static_cast<uint32_t>(s.num_rows[tid]);
+        st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
+    }
     for (int e = tid; e < kNumExperts; e += kNumThreads) {  // pairs with wait_counts
         uint64_t* counts = counts_of(p, e / kNumLocalExperts, bank, p.rank);
         st_relaxed_sys(counts + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(s.experts[e])));
     }
-    if (tid < kNumRanks) {  // pairs with wait_counts
-        const uint32_t total = p.is_refused ? kRefused : static_cast<uint32_t>(s.num_rows[tid]);
-        st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
-    }
     __syncthreads();
 }
 
+CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
+    const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
+#pragma unroll
+    for (int j = 0; j < kVecsPerThread; j++) {
+        const int vec = threadIdx.x + j * kNumThreads;
+        if (vec < kRowVecs) token.row[j] = load_streaming(row + vec);
+    }
+    load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, token.experts);
+    token.rank_mask = ranks_of<kNumLocalExperts>(token.experts);
+}
+
+CUEP_DEVICE void clear_places(Shared& s) {
+    if (threadIdx.x < kNumTopk) s.place[threadIdx.x] = 0;
+    if (threadIdx.x < kNumRanks) s.slot[threadIdx.x] = 0;
+}
+
 // Places of token t: rows of the same expert, and to the same rank, that come before it on this rank.
-CUEP_DEVICE void find_places(const Params& p, int t, const int32_t (&ids)[kNumTopk], Shared& s) {
+CUEP_DEVICE void find_places(const Params& p, int t, const int32_t (&mine)[kNumTopk], Shared& s) {
     const int tid = threadIdx.x;
     for (int first = 0; first <= t; first += kNumThreads) {
         const int i = first + tid;
         uint32_t rank_mask = 0;
         if (i <= t) {
+            int32_t experts[kNumTopk];
+            load_experts<kNumExperts>(p.topk_idx, p.is_int64, i, experts);
+            if (i < t) rank_mask = ranks_of<kNumLocalExperts>(experts);
 #pragma unroll
             for (int q = 0; q < kNumTopk; q++) {
-                const int e = expert_at(p, i, q);
-                if (e < 0) continue;
-                if (i < t) rank_mask |= 1u << (e / kNumLocalExperts);
 #pragma unroll
                 for (int k = 0; k < kNumTopk; k++) {
-                    if (e == ids[k] && (i < t || q < k)) atomicAdd(&s.place[k], 1);
+                    const bool is_before = experts[q] >= 0 && experts[q] == mine[k] && (i < t || q < k);
+                    if (is_before) atomicAdd(&s.place[k], 1);
                 }
             }
         }
@@ -163,75 +180,66 @@ CUEP_DEVICE void find_places(const Params& p, int t, const int32_t (&ids)[kNumTo
     }
 }
 
-CUEP_DEVICE void send_token(const Params& p, const Operation& op, int bank, int t, Shared& s) {
+// Stores token t, whose places are known, at every rank that owns one of its experts, and releases its flags.
+CUEP_DEVICE void send_token(const Params& p, const Operation& op, int bank, int t, const Token& token, Shared& s) {
     const int tid = threadIdx.x;
-    const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
-    uint4 v[kVecsPerThread];
-#pragma unroll
-    for (int j = 0; j < kVecsPerThread; j++) {
-        if (tid + j * kNumThreads < kRowVecs) v[j] = load_streaming(row + tid + j * kNumThreads);
-    }
-    int32_t ids[kNumTopk];
-    uint32_t rank_mask = 0;
-#pragma unroll
-    for (int k = 0; k < kNumTopk; k++) {
-        ids[k] = expert_at(p, t, k);
-        if (ids[k] >= 0) rank_mask |= 1u << (ids[k] / kNumLocalExperts);
-    }
-    if (tid < kNumTopk) s.place[tid] = 0;
-    if (tid < kNumRanks) s.slot[tid] = 0;
-    __syncthreads();
-    find_places(p, t, ids, s);
-    __syncthreads();
 #pragma unroll
     for (int i = 0; i < kNumPeers; i++) {
         const int dst = (p.rank + 1 + i) % kNumRanks;
-        if (rank_mask >> dst & 1u) {
+        if (token.rank_mask >> dst & 1u) {
             uint4* staged = staged_row(p, dst, bank, p.rank, s.slot[dst]);
 #pragma unroll
             for (int j = 0; j < kVecsPerThread; j++) {
-                if (tid + j * kNumThreads < kRowVecs) store_16(staged + tid + j * kNumThreads, v[j]);
+                const int vec = tid + j * kNumThreads;
+                if (vec < kRowVecs) store_16(staged + vec, token.row[j]);
             }
         }
     }
     for (int i = tid; i < kNumRanks * kNumTopk; i += kNumThreads) {
         const int dst = i / kNumTopk, k = i % kNumTopk;
-        if (rank_mask >> dst & 1u) {
-            const int e = expert_at(p, t, k);
+        if (token.rank_mask >> dst & 1u) {
+            const int e = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, t, k);
             const bool is_there = e >= 0 && e / kNumLocalExperts == dst;
             header_of(p, dst, bank, p.rank, s.slot[dst])[k] =
                 make_int2(is_there ? e % kNumLocalExperts : -1, s.place[k]);
         }
     }
-    if (tid == 0) p.own_slot[t] = rank_mask >> p.rank & 1u ? s.slot[p.rank] : -1;
+    if (tid == 0) p.own_slot[t] = token.rank_mask >> p.rank & 1u ? s.slot[p.rank] : -1;
     if (tid < kNumTopk && p.topk_idx != reinterpret_cast<const uint8_t*>(p.ids)) {
-        p.ids[t * kNumTopk + tid] = expert_at(p, t, tid);
-        p.weights[t * kNumTopk + tid] = p.topk_weights == nullptr ? 1.0f : p.topk_weights[t * kNumTopk + tid];
+        const int64_t at = static_cast<int64_t>(t) * kNumTopk + tid;
+        p.ids[at] = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, t, tid);
+        p.weights[at] = p.topk_weights == nullptr ? 1.0f : p.topk_weights[at];
     }
     __syncthreads();
-    if (tid < kNumRanks && tid != p.rank && (rank_mask >> tid & 1u)) {  // pairs with the wait in receive_rows
+    if (tid < kNumRanks && tid != p.rank && (token.rank_mask >> tid & 1u)) {  // pairs with the wait in receive_rows
         st_release_sys(flag_of(p, tid, bank, p.rank, s.slot[tid]), tagged(op, static_cast<uint32_t>(t)));
     }
 }
 
-// Waits for every rank's counts and turns them into the first row of each (local expert, source). False: gave up.
-CUEP_DEVICE bool wait_counts(const Params& p, const Operation& op, int bank, Shared& s) {
+// How many slots each rank has filled here, or kRefused. False: gave up.
+CUEP_DEVICE bool wait_totals(const Params& p, const Operation& op, int bank, Shared& s) {
+    const int tid = threadIdx.x;
+    bool is_ok = true;
+    if (tid < kNumRanks) {
+        uint32_t total = 0;
+        is_ok = wait_word(op, total_of(p, p.rank, bank, tid), tid, total);
+        s.num_rows[tid] = static_cast<int32_t>(total);
+    }
+    return !block_any(!is_ok);
+}
+
+// Turns every rank's counts into the first row of each (local expert, source). False: gave up.
+CUEP_DEVICE bool wait_counts(const Params& p, const Operation& op, int bank, bool is_writer, Shared& s) {
     const int tid = threadIdx.x;
     bool is_ok = true;
     for (int i = tid; i < kNumExperts; i += kNumThreads) {
         const int src = i / kNumLocalExperts, e = i % kNumLocalExperts;
         uint32_t count = 0;
-        is_ok &= wait_tagged(op, counts_of(p, p.rank, bank, src) + e, Phase::kCounts, src, count);
+        is_ok &= wait_word(op, counts_of(p, p.rank, bank, src) + e, src, count);
         s.experts[e * kNumRanks + src] = static_cast<int32_t>(count);
-    }
-    if (tid < kNumRanks) {
-        uint32_t total = 0;
-        is_ok &= wait_tagged(op, total_of(p, p.rank, bank, tid), Phase::kCounts, tid, total);
-        s.num_rows[tid] = static_cast<int32_t>(total);
     }
     if (tid == 0) s.total = 0;
     if (block_any(!is_ok)) return false;
-    const bool is_writer = blockIdx.x == 0;
     for (int e = tid; e < kNumLocalExperts; e += kNumThreads) {
         int32_t first_row = 0;
         for (int src = 0; src < kNumRanks; src++) {
@@ -290,7 +298,6 @@ CUEP_DEVICE void deliver(const Params& p, int bank, int src, int slot, uint32_t 
             if (tid + j * kNumThreads < kRowVecs) store_16(dst + tid + j * kNumThreads, v[j]);
         }
     }
-    __syncthreads();
 }
 
 // Own tokens need no slot and no flag: this block wrote their headers itself.
@@ -298,23 +305,30 @@ CUEP_DEVICE void receive_own(const Params& p, int bank, Shared& s) {
     for (int t = blockIdx.x; t < p.num_tokens; t += gridDim.x) {
         const int slot = p.own_slot[t];
         if (slot < 0) continue;
+        __syncthreads();  // the row before this one has been delivered
         const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
         deliver(p, bank, p.rank, slot, static_cast<uint32_t>(t), row, s);
     }
 }
 
-// Rows of all peers, low slots first, as they arrive.
-CUEP_DEVICE bool receive_rows(const Params& p, const Operation& op, int bank, Shared& s) {
+// Slots filled by the peer that filled most.
+CUEP_DEVICE int most_rows(const Params& p, const Shared& s) {
     int most = 0;
     for (int r = 0; r < kNumRanks; r++) {
         if (r != p.rank) most = max(most, s.num_rows[r]);
     }
+    return most;
+}
+
+// Rows of all peers, low slots first, as they arrive. The barrier of each wait also keeps rows of one block apart.
+CUEP_DEVICE bool receive_rows(const Params& p, const Operation& op, int bank, Shared& s) {
+    const int most = most_rows(p, s);
     for (int u = blockIdx.x; u < most * kNumPeers; u += gridDim.x) {
         const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
         if (slot >= s.num_rows[src]) continue;
         bool is_ok = true;
         if (threadIdx.x == 0) {
-            is_ok = wait_tagged(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token);
+            is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token);
         }
         if (block_any(!is_ok)) return false;
         deliver(p, bank, src, slot, s.token, staged_row(p, p.rank, bank, src, slot), s);
@@ -322,26 +336,45 @@ CUEP_DEVICE bool receive_rows(const Params& p, const Operation& op, int bank, Sh
     return true;
 }
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ll_dispatch_direct(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    ll_dispatch_direct(const __grid_constant__ Params p) {
     __shared__ Shared s;
     const int tid = threadIdx.x;
+    const bool is_writer = blockIdx.x == gridDim.x - 1;  // of counts: the block with the fewest tokens
     const Operation op = begin_operation(p.control, p.report, p.timeout_ns, Op::kDispatch);
     const int bank = static_cast<int>(op.epoch) & (p.num_banks - 1);
 
-    // the bank must have been read by every peer before it is written again
+    // the bank must have been read by every peer before it is written again; meanwhile the first token comes in
+    Token token;
+    int t = blockIdx.x;
+    if (t < p.num_tokens) load_token(p, t, token);
+    clear_places(s);
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), p.num_banks, tid);
     if (block_any(!is_ok)) return;
 
     // send all that this block owes before it waits for rows
-    if (blockIdx.x == gridDim.x - 1) publish_counts(p, op, bank, s);
-    for (int t = blockIdx.x; t < p.num_tokens; t += gridDim.x) send_token(p, op, bank, t, s);
+    if (is_writer) publish_counts(p, op, bank, s);
+    while (t < p.num_tokens) {
+        find_places(p, t, token.experts, s);
+        __syncthreads();
+        send_token(p, op, bank, t, token, s);
+        t += gridDim.x;
+        if (t < p.num_tokens) {
+            load_token(p, t, token);
+            __syncthreads();
+            clear_places(s);
+            __syncthreads();
+        }
+    }
     __syncthreads();
 
-    // receive
-    if (!wait_counts(p, op, bank, s)) return;
+    // receive; a block without rows need not know where rows go
+    if (!wait_totals(p, op, bank, s)) return;
     const int refused_by = p.is_refused ? p.rank : refusing_rank(s);
-    if (refused_by < 0) {
+    const int num_units = max(most_rows(p, s) * kNumPeers, p.num_tokens);
+    if (refused_by < 0 && (is_writer || static_cast<int>(blockIdx.x) < num_units)) {
+        if (!wait_counts(p, op, bank, is_writer, s)) return;
         receive_own(p, bank, s);
         if constexpr (kNumPeers > 0) {
             if (!receive_rows(p, op, bank, s)) return;

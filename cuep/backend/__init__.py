@@ -6,6 +6,7 @@ Two classes implement it, `cpu.CpuBackend` and `cuda.CudaBackend`; nothing else 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,6 +73,7 @@ class Backend(Protocol):
     target: str
     xp: Any
 
+    def active(self) -> AbstractContextManager[Any]: ...  # inside, xp works on this backend's device
     def symmetric(self, num_bytes: int) -> Symmetric: ...
     def empty(self, shape: tuple[int, ...], dtype: Any, allocator: Any = None) -> Array: ...
     def zeros(self, shape: tuple[int, ...], dtype: Any, allocator: Any = None) -> Array: ...

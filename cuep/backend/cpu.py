@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,10 @@ class CpuBackend:
 
     def _configure(self, library: ctypes.CDLL) -> None:
         library.cuep_cpu_configure(ctypes.c_uint64(self._seed), ctypes.c_int(self._delay_level))
+
+    def active(self) -> nullcontext[None]:
+        """NumPy has one device."""
+        return nullcontext()
 
     def symmetric(self, num_bytes: int) -> SharedMemory:
         return SharedMemory(self.comm, num_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ class CudaBackend:
         self._heap: Any = None
         self._last_stream: CudaStream | None = None
         self._is_closed = False
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Inside, CuPy works on this GPU; afterwards on the one that was current before."""
+        return self._context.current()
 
     def symmetric(self, num_bytes: int) -> Any:
         """Zeroed memory on every rank that every rank can address (collective, not followed by a barrier)."""

@@ -102,7 +102,7 @@ PLANTED = [
     (
         "ll dispatch takes rows without waiting for their flags",
         "ll_dispatch_direct.cu",
-        "is_ok = wait_tagged(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token);",
+        "is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token);",
         "s.token = static_cast<uint32_t>(ld_acquire_sys(flag_of(p, p.rank, bank, src, slot)));",
         "ll",
         {},
@@ -110,7 +110,7 @@ PLANTED = [
     (
         "ll combine sums without waiting for flags",
         "ll_combine_direct.cu",
-        "is_ok = wait_tagged(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);",
+        "is_ok = wait_flag(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);",
         "unused = 0;",
         "ll",
         {},
@@ -142,7 +142,7 @@ PLANTED = [
     (
         "ht dispatch ends before its peers' rows are there",
         "ht_dispatch_bulk.cu",
-        "is_ok = wait_tagged(op, arrived_of(p, p.rank, tid), Phase::kRows, tid, unused);",
+        "is_ok = wait_flag(op, arrived_of(p, p.rank, tid), Phase::kRows, tid, unused);",
         "unused = 0;",
         "ht",
         {"num_buffers": 4},
@@ -150,7 +150,7 @@ PLANTED = [
     (
         "ht dispatch stores before the receiver is ready",
         "ht_dispatch_bulk.cu",
-        "if (tid < kNumRanks) is_ok = wait_tagged(op, ready_of(p, p.rank, tid), Phase::kReuse, tid, buffers[tid]);",
+        "if (tid < kNumRanks) is_ok = wait_flag(op, ready_of(p, p.rank, tid), Phase::kReuse, tid, buffers[tid]);",
         "if (tid < kNumRanks) buffers[tid] = static_cast<uint32_t>(p.buffer);",
         "ht",
         {"num_buffers": 4},
@@ -166,7 +166,7 @@ PLANTED = [
     (
         "ht combine sums without waiting for flags",
         "ht_combine_push.cu",
-        "is_ok = wait_tagged(op, flag_of(p, p.rank, lane, slot), Phase::kRows, lane, unused);",
+        "is_ok = wait_flag(op, flag_of(p, p.rank, lane, slot), Phase::kRows, lane, unused);",
         "unused = 0;",
         "ht",
         {"num_buffers": 4},

@@ -43,15 +43,31 @@ __constant__ nvshmemi_version_t nvshmemi_device_lib_version_d = {
 #define CUEP_QUEUE_PAIR
 #endif
 template <threadgroup_t kScope>
-__device__ void CUEP_PUT_SIGNAL(void* remote, void* local, size_t bytes, void* signal_address,
-                                             unsigned long signal, nvshmemi_amo_t signal_op, int pe,
-                                             bool is_nbi CUEP_QUEUE_PAIR_PARAMETER);
+__device__ void CUEP_PUT_SIGNAL(void* remote,
+                                void* local,
+                                size_t bytes,
+                                void* signal_address,
+                                unsigned long signal,
+                                nvshmemi_amo_t signal_op,
+                                int pe,
+                                bool is_nbi CUEP_QUEUE_PAIR_PARAMETER);
 template <threadgroup_t kScope>
-__device__ void CUEP_PUT_SIGNAL(void* remote, void* local, size_t bytes, void* signal_address,
-                                             uint64_t signal, nvshmemi_amo_t signal_op, int pe,
-                                             bool is_nbi CUEP_QUEUE_PAIR_PARAMETER) {
-    CUEP_PUT_SIGNAL<kScope>(remote, local, bytes, signal_address, static_cast<unsigned long>(signal),
-                                         signal_op, pe, is_nbi CUEP_QUEUE_PAIR);
+__device__ void CUEP_PUT_SIGNAL(void* remote,
+                                void* local,
+                                size_t bytes,
+                                void* signal_address,
+                                uint64_t signal,
+                                nvshmemi_amo_t signal_op,
+                                int pe,
+                                bool is_nbi CUEP_QUEUE_PAIR_PARAMETER) {
+    CUEP_PUT_SIGNAL<kScope>(remote,
+                            local,
+                            bytes,
+                            signal_address,
+                            static_cast<unsigned long>(signal),
+                            signal_op,
+                            pe,
+                            is_nbi CUEP_QUEUE_PAIR);
 }
 #undef CUEP_PUT_SIGNAL
 #undef CUEP_QUEUE_PAIR_PARAMETER

@@ -79,11 +79,11 @@ CUEP_DEVICE bool give_up(
 constexpr uint32_t kSpinsPerClock = 64;  // polls between two looks at the clock
 
 // Waits until `word` carries this operation's epoch; its value goes to `value`. False: gave up.
-// The acquire pairs with the st_release_sys (or, for words without data behind them, st_relaxed_sys) of the peer.
+template <bool kIsAcquire>
 CUEP_DEVICE bool wait_tagged(const Operation& op, const uint64_t* word, Phase phase, int peer, uint32_t& value) {
     uint64_t since_ns = 0;
     for (uint32_t spin = 1;; spin++) {
-        const uint64_t seen = ld_acquire_sys(word);
+        const uint64_t seen = kIsAcquire ? ld_acquire_sys(word) : ld_relaxed_sys(word);
         value = static_cast<uint32_t>(seen);
         if (epoch_of(seen) == static_cast<uint32_t>(op.epoch)) return true;
         if (spin % kSpinsPerClock == 0 &&
@@ -92,6 +92,16 @@ CUEP_DEVICE bool wait_tagged(const Operation& op, const uint64_t* word, Phase ph
         }
         relax();
     }
+}
+
+// A flag: what its writer stored before it may be read afterwards. Pairs with st_release_sys of the peer.
+CUEP_DEVICE bool wait_flag(const Operation& op, const uint64_t* flag, Phase phase, int peer, uint32_t& value) {
+    return wait_tagged<true>(op, flag, phase, peer, value);
+}
+
+// A word that says all there is to know, with no data behind it. Pairs with st_relaxed_sys of the peer.
+CUEP_DEVICE bool wait_word(const Operation& op, const uint64_t* word, int peer, uint32_t& value) {
+    return wait_tagged<false>(op, word, Phase::kCounts, peer, value);
 }
 
 // Waits until `peer` has read what this rank wrote `num_banks` epochs ago, so that the bank may be written again.

@@ -56,17 +56,25 @@ struct Fiber {
     Wait wait = Wait::kNone;
     Site site = {};
     // What the fiber brings to a warp collective and, afterwards, its result.
-    uint32_t mask = 0;
-    int source_lane = 0;
     uint64_t value = 0;
+    int source_lane = 0;
 
     uint32_t lane() const { return thread_idx.x % 32; }
 };
 
+// A warp collective for which some lanes of `mask` have arrived.
+struct Meeting {
+    Wait wait;
+    Site site;
+    uint32_t mask;
+    uint32_t arrived;
+};
+
 struct Warp {
     uint32_t exited;          // lanes that returned from the kernel or never existed
-    uint32_t blocked = 0;     // lanes in a collective or in __syncthreads
-    uint32_t claimed = 0;     // lanes named by the masks of pending collectives
+    uint32_t in_barrier = 0;  // lanes in __syncthreads
+    uint32_t pending = 0;     // which of `meetings` are going on: several, if their masks differ
+    Meeting meetings[32];     // at the lane that came first
     uint32_t num_groups = 0;  // of bulk stores, committed
 };
 

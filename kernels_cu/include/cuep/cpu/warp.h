@@ -9,11 +9,20 @@
 namespace cuep {
 namespace cpu {
 
-inline void block_in(Block& block, Fiber* self, Wait wait, Site site) {
+inline void wait_in(Block& block, Fiber* self, Wait wait, Site site) {
     block.note_progress();
     self->wait = wait;
     self->site = site;
-    block.warp_of(*self).blocked |= 1u << self->lane();
+}
+
+// The meeting of the fiber's warp that needs the fiber, or nullptr.
+inline const Meeting* expected_at(const Warp& warp, const Fiber* fiber) {
+    for (uint32_t rest = warp.pending; rest != 0; rest &= rest - 1) {
+        const Meeting& meeting = warp.meetings[__builtin_ctz(rest)];
+        if (meeting.mask >> fiber->lane() & 1)
+            return &meeting;
+    }
+    return nullptr;
 }
 
 inline void release_barrier(Block& block) {
@@ -25,7 +34,7 @@ inline void release_barrier(Block& block) {
             continue;
         fiber.wait = Wait::kNone;
         fiber.value = num_votes;
-        block.warp_of(fiber).blocked &= ~(1u << fiber.lane());
+        block.warp_of(fiber).in_barrier = 0;
         block.make_runnable(&fiber);
     }
 }
@@ -34,17 +43,16 @@ inline void release_barrier(Block& block) {
 inline uint32_t sync_threads(bool vote, Site site) {
     Fiber* self = current;
     Block& block = *self->block;
-    block_in(block, self, Wait::kSyncThreads, site);
-    if (block.warp_of(*self).claimed >> self->lane() & 1) {
-        fail(block, "__syncthreads in a thread that others of its warp expect in a warp collective", site);
-    }
-    // Any fiber of the barrier will do to compare with: those before it were compared too.
-    if (block.num_in_barrier++ == 0) {
+    Warp& warp = block.warp_of(*self);
+    wait_in(block, self, Wait::kSyncThreads, site);
+    if (expected_at(warp, self) != nullptr)
+        fail(block, "__syncthreads in a thread that others of its warp expect in a collective", site);
+    if (block.num_in_barrier++ == 0)
         block.barrier_site = site;
-    } else if (!(block.barrier_site == site)) {
+    else if (!(block.barrier_site == site))
         fail(block, "different __syncthreads in one block", site);
-    }
     block.num_votes += vote;
+    warp.in_barrier |= 1u << self->lane();
     if (block.num_in_barrier == block.num_live)
         release_barrier(block);
     run_next(block, self);
@@ -56,15 +64,10 @@ inline uint32_t sync_threads(bool vote, Site site) {
     Fiber* self = current;
     Block& block = *self->block;
     Warp& warp = block.warp_of(*self);
-    block.note_progress();
-    self->wait = Wait::kExited;
+    wait_in(block, self, Wait::kExited, self->site);
     warp.exited |= 1u << self->lane();
-    if (warp.claimed >> self->lane() & 1) {
-        Fiber* waiting = self - self->lane();
-        while (waiting->wait <= Wait::kExited || !(waiting->mask >> self->lane() & 1))
-            ++waiting;
-        fail(block, "a thread returned that others of its warp expect in the collective", waiting->site);
-    }
+    if (const Meeting* meeting = expected_at(warp, self))
+        fail(block, "a thread returned that others of its warp expect in the collective", meeting->site);
     if (--block.num_live == 0) {
         finish_copies(block);
         leave_block(block);
@@ -75,63 +78,67 @@ inline uint32_t sync_threads(bool vote, Site site) {
     __builtin_unreachable();
 }
 
-inline bool is_same_collective(const Fiber& a, const Fiber& b) {
-    return a.wait == b.wait && a.mask == b.mask && a.site == b.site;
+// Finds the meeting that this lane comes to, or begins it. A lane may pass through meetings of a few lanes while others
+// wait for it elsewhere, but not one that has to wait for those others.
+inline Meeting& join_meeting(Block& block, Fiber* self, const Meeting& wanted) {
+    Warp& warp = block.warp_of(*self);
+    for (uint32_t rest = warp.pending; rest != 0; rest &= rest - 1) {
+        Meeting& meeting = warp.meetings[__builtin_ctz(rest)];
+        if (meeting.wait == wanted.wait && meeting.mask == wanted.mask && meeting.site == wanted.site)
+            return meeting;
+        if ((meeting.mask >> self->lane() & 1) && (meeting.arrived & wanted.mask))
+            fail(block, "different warp collectives or masks", wanted.site);
+    }
+    if (!(wanted.mask >> self->lane() & 1))
+        fail(block, "warp collective whose mask leaves out the caller", wanted.site);
+    if (wanted.mask & warp.exited)
+        fail(block, "warp collective whose mask names threads that have returned", wanted.site);
+    if (wanted.mask & warp.in_barrier)
+        fail(block, "warp collective of threads of which some are in __syncthreads", wanted.site);
+    warp.pending |= 1u << self->lane();
+    return warp.meetings[self->lane()] = wanted;
 }
 
-// All lanes of `mask` have arrived: a shuffle gives each the value of its source lane, a vote the lanes that voted yes.
-inline void finish_collective(Block& block, Fiber* self) {
+// All lanes have arrived: a shuffle gives each the value of its source lane, a vote the lanes that voted yes.
+inline void finish_meeting(Block& block, Fiber* self, const Meeting& meeting) {
     Warp& warp = block.warp_of(*self);
     Fiber* lanes = self - self->lane();
     uint64_t results[32];
     uint32_t votes = 0;
-    for (uint32_t rest = self->mask; rest != 0; rest &= rest - 1) {
+    for (uint32_t rest = meeting.mask; rest != 0; rest &= rest - 1) {
         const int lane = __builtin_ctz(rest);
-        if (!is_same_collective(lanes[lane], *self))
-            fail(block, "different warp collectives or masks", self->site);
         if (lanes[lane].value != 0)
             votes |= 1u << lane;
         const int source = lanes[lane].source_lane;
-        const bool has_source = self->mask >> source & 1;
+        const bool has_source = meeting.mask >> source & 1;
         results[lane] = has_source ? lanes[source].value : 0xcdcdcdcdcdcdcdcdu;  // undefined on the GPU: poison
     }
-    warp.blocked &= ~self->mask;
-    warp.claimed &= ~self->mask;
-    for (uint32_t rest = self->mask; rest != 0; rest &= rest - 1) {
+    for (uint32_t rest = meeting.mask; rest != 0; rest &= rest - 1) {
         const int lane = __builtin_ctz(rest);
-        lanes[lane].value = self->wait == Wait::kVote ? votes : results[lane];
+        lanes[lane].value = meeting.wait == Wait::kVote ? votes : results[lane];
+        lanes[lane].wait = Wait::kNone;
         if (&lanes[lane] != self)
             block.make_runnable(&lanes[lane]);
     }
+    warp.pending &= ~(1u << (&meeting - warp.meetings));
 }
 
 // Meets the other lanes of `mask` in the same collective and returns this lane's result.
 inline uint64_t meet(Wait wait, uint32_t mask, uint64_t value, uint32_t source_lane, Site site) {
     Fiber* self = current;
     Block& block = *self->block;
-    Warp& warp = block.warp_of(*self);
-    const uint32_t others = warp.blocked & mask;
-    const bool is_expected = warp.claimed >> self->lane() & 1;
-    block_in(block, self, wait, site);
-    self->mask = mask;
+    wait_in(block, self, wait, site);
     self->value = value;
     self->source_lane = int(source_lane);
-    if (!(mask >> self->lane() & 1))
-        fail(block, "warp collective whose mask leaves out the caller", site);
-    if (mask & warp.exited)
-        fail(block, "warp collective whose mask names threads that have returned", site);
-    if (others == 0 ? is_expected : !is_same_collective((self - self->lane())[__builtin_ctz(others)], *self)) {
-        fail(block, "different warp collectives or masks", site);
-    }
-    warp.claimed |= mask;
-    if ((warp.blocked & mask) != mask) {
+    Meeting& meeting = join_meeting(block, self, {wait, site, mask, 0});
+    meeting.arrived |= 1u << self->lane();
+    if (meeting.arrived != mask) {
         run_next(block, self);
     } else {
-        finish_collective(block, self);
+        finish_meeting(block, self, meeting);
         if (block.is_shuffled)
             yield(block, self);
     }
-    self->wait = Wait::kNone;
     return self->value;
 }
 
