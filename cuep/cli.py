@@ -180,7 +180,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
 
 def _on_world(options: argparse.Namespace, body: Callable[[World], int]) -> int:
     """Run a collective command. An error on one rank ends them all: the others would wait for it."""
-    with cuep.init(backend=options.backend) as world:
+    with cuep.init(backend=options.backend) as world, world.backend.active():
         if world.size == 1 and not options.ranks:
             print("one rank only: start with `mpiexec -n 4 python -m cuep ...`, or add --ranks 4, for more")
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import warnings
 import weakref
@@ -57,7 +58,8 @@ class Group:
         self.rank = world.rank
         self.num_ranks = world.size
         self.num_local_experts = cfg.num_experts // max(self.num_ranks, 1)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        self._process = os.getpid()
         self._last_stream: Stream | None = None
         self._broken: CuepError | None = None
         self._handle_serials = itertools.count(1)
@@ -150,25 +152,26 @@ class Group:
                     f"topk_idx had {num_bad_ids} ids outside [-1, {self.cfg.num_experts}); they were treated as -1"
                 )
 
-    @contextmanager
-    def operation(self, stream: Any, like: Any) -> Iterator[Stream]:
-        """Lock the group, choose the stream and put what follows behind the group's previous operation."""
-        with self._lock:
-            self._check_usable()
+    def enter(self, stream: Any, like: Any) -> Stream:
+        """Choose the stream of an operation and put it behind the group's previous one. `lock` must be held."""
+        self._check_usable()
+        self.raise_pending()
+        chosen: Stream = self.world.backend.stream(stream, like)
+        last = self._last_stream
+        if last is not None and last.key != chosen.key and not (chosen.is_capturing() or last.is_capturing()):
+            chosen.wait(last.record())
+        self._last_stream = chosen
+        return chosen
+
+    def leave(self, chosen: Stream) -> None:
+        """After an operation was launched: on a synchronous stream it is over, so raise what came of it."""
+        if chosen.is_synchronous:
             self.raise_pending()
-            chosen = self.world.backend.stream(stream, like)
-            last = self._last_stream
-            if last is not None and last.key != chosen.key and not (chosen.is_capturing() or last.is_capturing()):
-                chosen.wait(last.record())
-            self._last_stream = chosen
-            yield chosen
-            if getattr(chosen, "is_synchronous", False):
-                self.raise_pending()
 
     @contextmanager
     def finished(self, call: str) -> Iterator[None]:
         """Lock the group and wait for everything enqueued so far."""
-        with self._lock:
+        with self.lock:
             self._check_usable()
             if self._last_stream is not None:
                 if self._last_stream.is_capturing():
@@ -179,6 +182,8 @@ class Group:
 
     def raise_pending(self) -> None:
         """Raise what the device has reported so far; does not wait."""
+        if not self.report.has_news():
+            return
         timeout = self.report.timeout(float(self.cfg.timeout_s or 0))
         if timeout is not None:
             self._broken = timeout
@@ -194,12 +199,14 @@ class Group:
     def _check_usable(self) -> None:
         if self.is_closed:
             raise ClosedError("this group is closed")
+        if os.getpid() != self._process:
+            raise ClosedError("this group belongs to the process that this one was forked from")
         if self._broken is not None:
             raise ClosedError(f"this group broke down and can only be closed: {self._broken}")
 
     def close(self) -> None:
         """Free the group's memory. Collective; twice is fine. After a PeerTimeout it is local, and memory is leaked."""
-        with self._lock:
+        with self.lock:
             if self.is_closed:
                 return
             self.is_closed = True
@@ -210,7 +217,12 @@ class Group:
                 return
             if self._last_stream is not None:
                 self._last_stream.synchronize()
-            self.world.comm.barrier()  # a peer may still be storing into this arena
+            try:
+                self.world.comm.barrier()  # a peer may still be storing into this arena
+            except Exception as error:  # the communicator is gone, so nothing collective is possible any more
+                _log.warning("group %d: its memory is leaked, since its ranks cannot be reached: %s", self.serial, error)
+                self.memory.leak()
+                return
             self.memory.free()
 
     def abandon(self) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,13 +84,18 @@ class Handle:
 
     def route(self, topk_idx: Any, topk_weights: Any, stream: Any) -> None:
         group = self._group
-        with group.operation(stream, topk_idx) as chosen:
+        with group.lock:
+            chosen = group.enter(stream, topk_idx)
             self._check_open()
             self._stage = Stage.UNROUTED
-            with _telling_peers(lambda: group.mode.refuse_route(chosen)):
+            try:
                 self._take_routing(topk_idx, topk_weights)
+            except (ArgumentError, ArgumentTypeError):
+                group.mode.refuse_route(chosen)  # the peers wait for this rank's part
+                raise
             group.mode.route(self, chosen)
             self._stage = Stage.ROUTED
+            group.leave(chosen)
 
     def update(self, topk_idx: Any, topk_weights: Any = None, *, stream: Any = None) -> None:
         """Give the handle a new routing, as create_handle does, without allocating. ht: collective."""
@@ -113,17 +116,22 @@ class Handle:
             OrderError: the handle has no routing. Nothing is sent.
         """
         group, cfg = self._group, self._group.cfg
-        with group.operation(stream, x) as chosen:
+        with group.lock:
+            chosen = group.enter(stream, x)
             self._check_open()
             if self._stage is Stage.UNROUTED:
                 raise OrderError(f"dispatch: this handle {self._stage.value}")
-            with _telling_peers(lambda: group.mode.refuse_dispatch(self, chosen)):
+            try:
                 view = arrays.view(x, "x", group.world.backend)
                 arrays.check_matrix(view, "x", self.num_tokens, cfg.hidden, (cfg.dtype,))
                 _check_rows(view, "x", cfg.row_bytes)
                 group.mode.prepare_dispatch(self)
+            except (ArgumentError, ArgumentTypeError):
+                group.mode.refuse_dispatch(self, chosen)  # the peers wait for this rank's part
+                raise
             group.mode.dispatch(self, view, chosen)
             self._stage = Stage.DISPATCHED
+            group.leave(chosen)
         return self._received(arrays.framework(x))
 
     def combine(self, expert_out: Any, *, stream: Any = None) -> Any:
@@ -143,16 +151,21 @@ class Handle:
             OrderError: the handle was not dispatched, or combined already. Nothing is sent.
         """
         group = self._group
-        with group.operation(stream, expert_out) as chosen:
+        with group.lock:
+            chosen = group.enter(stream, expert_out)
             self._check_open()
             if self._stage is not Stage.DISPATCHED:
                 raise OrderError(f"combine: this handle {self._stage.value}")
-            with _telling_peers(lambda: group.mode.refuse_combine(self, chosen)):
+            try:
                 view = arrays.view(expert_out, "expert_out", group.world.backend)
                 group.mode.check_expert_out(self, view)
+            except (ArgumentError, ArgumentTypeError):
+                group.mode.refuse_combine(self, chosen)  # the peers wait for this rank's part
+                raise
             group.mode.combine(self, view, chosen)
             self._stage = Stage.COMBINED
-        return self._export("y", self.arrays["y"][: self.num_tokens], arrays.framework(expert_out), self.num_tokens)
+            group.leave(chosen)
+        return self._combined(arrays.framework(expert_out))
 
     def num_recv_tokens(self) -> int:
         """Rows received: ll after dispatch, ht after create_handle or update. Waits for the device."""
@@ -205,25 +218,16 @@ class Handle:
         received: Received = self._exports[key]
         return received
 
-    def _export(self, name: str, array: Array, framework: str, num_rows: int) -> Any:
-        key = (name, framework, num_rows)
+    def _combined(self, framework: str) -> Any:
+        key = ("y", framework, self.num_tokens)
         if key not in self._exports:
-            self._exports[key] = arrays.export(array, framework, self._group.world.backend)
+            y = self.arrays["y"][: self.num_tokens]
+            self._exports[key] = arrays.export(y, framework, self._group.world.backend)
         return self._exports[key]
 
     def _check_open(self) -> None:
         if self.is_closed:
             raise ClosedError("this handle is closed")
-
-
-@contextmanager
-def _telling_peers(refuse: Callable[[], None]) -> Iterator[None]:
-    """Arguments that are refused: the peers wait for this rank's part, so tell them, then raise."""
-    try:
-        yield
-    except (ArgumentError, ArgumentTypeError):
-        refuse()
-        raise
 
 
 def _check_contiguous(view: arrays.View, name: str) -> None:

@@ -61,6 +61,7 @@ constexpr int kVecsPerThread = (kRowVecs + kNumThreads - 1) / kNumThreads;
 CUEP_LAUNCH(kNumThreads, 0)
 
 struct Shared {
+    int32_t expert[kNumTopk];      // of the token being sent
     int32_t place[kNumTopk];       // of the token being sent, among this rank's rows of each of its experts
     int32_t slot[kNumRanks];       // of the token being sent, among this rank's rows to each rank
     int32_t experts[kNumExperts];  // sender: rows per expert; receiver: first row per (local expert, source)
@@ -152,32 +153,40 @@ CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
     token.rank_mask = ranks_of<kNumLocalExperts>(token.experts);
 }
 
-CUEP_DEVICE void clear_places(Shared& s) {
-    if (threadIdx.x < kNumTopk) s.place[threadIdx.x] = 0;
+// Before find_places: a token's own duplicates count, everything else is to be added.
+CUEP_DEVICE void begin_places(const Token& token, Shared& s) {
+#pragma unroll
+    for (int k = 0; k < kNumTopk; k++) {
+        if (threadIdx.x != k) continue;
+        int32_t num_before = 0;
+#pragma unroll
+        for (int q = 0; q < k; q++) num_before += token.experts[q] == token.experts[k];
+        s.expert[k] = token.experts[k];
+        s.place[k] = num_before;
+    }
     if (threadIdx.x < kNumRanks) s.slot[threadIdx.x] = 0;
 }
 
 // Places of token t: rows of the same expert, and to the same rank, that come before it on this rank.
-CUEP_DEVICE void find_places(const Params& p, int t, const int32_t (&mine)[kNumTopk], Shared& s) {
-    const int tid = threadIdx.x;
-    for (int first = 0; first <= t; first += kNumThreads) {
-        const int i = first + tid;
+CUEP_DEVICE void find_places(const Params& p, int t, const Token& token, Shared& s) {
+    for (int first = 0; first < t; first += kNumThreads) {
+        const int i = first + threadIdx.x;
         uint32_t rank_mask = 0;
-        if (i <= t) {
+        if (i < t) {
             int32_t experts[kNumTopk];
             load_experts<kNumExperts>(p.topk_idx, p.is_int64, i, experts);
-            if (i < t) rank_mask = ranks_of<kNumLocalExperts>(experts);
+            rank_mask = ranks_of<kNumLocalExperts>(experts);
 #pragma unroll
             for (int q = 0; q < kNumTopk; q++) {
 #pragma unroll
                 for (int k = 0; k < kNumTopk; k++) {
-                    const bool is_before = experts[q] >= 0 && experts[q] == mine[k] && (i < t || q < k);
-                    if (is_before) atomicAdd(&s.place[k], 1);
+                    if (experts[q] >= 0 && experts[q] == token.experts[k]) atomicAdd(&s.place[k], 1);
                 }
             }
         }
         count_ranks<kNumRanks>(rank_mask, s.slot);
     }
+    __syncthreads();
 }
 
 // Stores token t, whose places are known, at every rank that owns one of its experts, and releases its flags.
@@ -198,7 +207,7 @@ CUEP_DEVICE void send_token(const Params& p, const Operation& op, int bank, int 
     for (int i = tid; i < kNumRanks * kNumTopk; i += kNumThreads) {
         const int dst = i / kNumTopk, k = i % kNumTopk;
         if (token.rank_mask >> dst & 1u) {
-            const int e = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, t, k);
+            const int e = s.expert[k];
             const bool is_there = e >= 0 && e / kNumLocalExperts == dst;
             header_of(p, dst, bank, p.rank, s.slot[dst])[k] =
                 make_int2(is_there ? e % kNumLocalExperts : -1, s.place[k]);
@@ -207,7 +216,7 @@ CUEP_DEVICE void send_token(const Params& p, const Operation& op, int bank, int 
     if (tid == 0) p.own_slot[t] = token.rank_mask >> p.rank & 1u ? s.slot[p.rank] : -1;
     if (tid < kNumTopk && p.topk_idx != reinterpret_cast<const uint8_t*>(p.ids)) {
         const int64_t at = static_cast<int64_t>(t) * kNumTopk + tid;
-        p.ids[at] = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, t, tid);
+        p.ids[at] = s.expert[tid];
         p.weights[at] = p.topk_weights == nullptr ? 1.0f : p.topk_weights[at];
     }
     __syncthreads();
@@ -266,17 +275,12 @@ CUEP_DEVICE int refusing_rank(const Shared& s) {
     return -1;
 }
 
-// Copies one received row to all its experts here.
-CUEP_DEVICE void deliver(const Params& p, int bank, int src, int slot, uint32_t token, const uint4* row, Shared& s) {
+// Copies a received row to all its experts here. header: of k = threadIdx.x, where that is below kNumTopk.
+CUEP_DEVICE void deliver(
+    const Params& p, int src, int slot, uint32_t token, int2 header, const uint4 (&row)[kVecsPerThread], Shared& s) {
     const int tid = threadIdx.x;
-    uint4 v[kVecsPerThread];
-#pragma unroll
-    for (int j = 0; j < kVecsPerThread; j++) {
-        if (tid + j * kNumThreads < kRowVecs) v[j] = load_16(row + tid + j * kNumThreads);
-    }
     const int64_t at = static_cast<int64_t>(src) * p.max_tokens + slot;
     if (tid < kNumTopk) {
-        const int2 header = header_of(p, p.rank, bank, src, slot)[tid];
         int32_t dst_row = -1;
         if (header.x >= 0) {
             dst_row = header.x * kNumRanks * p.max_tokens + s.experts[header.x * kNumRanks + src] + header.y;
@@ -295,19 +299,43 @@ CUEP_DEVICE void deliver(const Params& p, int bank, int src, int slot, uint32_t 
         uint4* dst = reinterpret_cast<uint4*>(p.tokens + static_cast<int64_t>(s.dst_row[k]) * kRowBytes);
 #pragma unroll
         for (int j = 0; j < kVecsPerThread; j++) {
-            if (tid + j * kNumThreads < kRowVecs) store_16(dst + tid + j * kNumThreads, v[j]);
+            if (tid + j * kNumThreads < kRowVecs) store_16(dst + tid + j * kNumThreads, row[j]);
         }
     }
 }
 
-// Own tokens need no slot and no flag: this block wrote their headers itself.
-CUEP_DEVICE void receive_own(const Params& p, int bank, Shared& s) {
-    for (int t = blockIdx.x; t < p.num_tokens; t += gridDim.x) {
+// A row that lies in this rank's memory, with its header.
+CUEP_DEVICE void deliver_from(
+    const Params& p, int bank, int src, int slot, uint32_t token, const uint4* row, Shared& s) {
+    const int tid = threadIdx.x;
+    uint4 v[kVecsPerThread];
+#pragma unroll
+    for (int j = 0; j < kVecsPerThread; j++) {
+        if (tid + j * kNumThreads < kRowVecs) v[j] = load_16(row + tid + j * kNumThreads);
+    }
+    int2 header = make_int2(-1, 0);
+    if (tid < kNumTopk) header = header_of(p, p.rank, bank, src, slot)[tid];
+    deliver(p, src, slot, token, header, v, s);
+}
+
+// Own tokens need no slot and no flag. The one sent last is still in registers, for the others this block wrote
+// headers.
+CUEP_DEVICE void receive_own(const Params& p, int bank, int last, const Token& token, Shared& s) {
+    const int tid = threadIdx.x;
+    if (last < 0) return;
+    if (token.rank_mask >> p.rank & 1u) {
+        int2 header = make_int2(-1, 0);
+        if (tid < kNumTopk) {
+            const int e = s.expert[tid];
+            header = make_int2(e >= 0 && e / kNumLocalExperts == p.rank ? e % kNumLocalExperts : -1, s.place[tid]);
+        }
+        deliver(p, p.rank, s.slot[p.rank], static_cast<uint32_t>(last), header, token.row, s);
+    }
+    for (int t = last - gridDim.x; t >= 0; t -= gridDim.x) {
         const int slot = p.own_slot[t];
         if (slot < 0) continue;
         __syncthreads();  // the row before this one has been delivered
-        const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
-        deliver(p, bank, p.rank, slot, static_cast<uint32_t>(t), row, s);
+        deliver_from(p, bank, p.rank, slot, t, reinterpret_cast<const uint4*>(p.x + t * p.x_stride), s);
     }
 }
 
@@ -331,7 +359,7 @@ CUEP_DEVICE bool receive_rows(const Params& p, const Operation& op, int bank, Sh
             is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token);
         }
         if (block_any(!is_ok)) return false;
-        deliver(p, bank, src, slot, s.token, staged_row(p, p.rank, bank, src, slot), s);
+        deliver_from(p, bank, src, slot, s.token, staged_row(p, p.rank, bank, src, slot), s);
     }
     return true;
 }
@@ -346,26 +374,28 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
     // the bank must have been read by every peer before it is written again; meanwhile the first token comes in
     Token token;
-    int t = blockIdx.x;
-    if (t < p.num_tokens) load_token(p, t, token);
-    clear_places(s);
+    token.rank_mask = 0;
+    int last = -1;  // token of this block that it sent last
+    if (static_cast<int>(blockIdx.x) < p.num_tokens) {
+        load_token(p, blockIdx.x, token);
+        begin_places(token, s);
+    }
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), p.num_banks, tid);
     if (block_any(!is_ok)) return;
 
     // send all that this block owes before it waits for rows
     if (is_writer) publish_counts(p, op, bank, s);
-    while (t < p.num_tokens) {
-        find_places(p, t, token.experts, s);
-        __syncthreads();
-        send_token(p, op, bank, t, token, s);
-        t += gridDim.x;
-        if (t < p.num_tokens) {
+    for (int t = blockIdx.x; t < p.num_tokens; t += gridDim.x) {
+        if (last >= 0) {
             load_token(p, t, token);
             __syncthreads();
-            clear_places(s);
+            begin_places(token, s);
             __syncthreads();
         }
+        find_places(p, t, token, s);
+        send_token(p, op, bank, t, token, s);
+        last = t;
     }
     __syncthreads();
 
@@ -375,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const int num_units = max(most_rows(p, s) * kNumPeers, p.num_tokens);
     if (refused_by < 0 && (is_writer || static_cast<int>(blockIdx.x) < num_units)) {
         if (!wait_counts(p, op, bank, is_writer, s)) return;
-        receive_own(p, bank, s);
+        receive_own(p, bank, last, token, s);
         if constexpr (kNumPeers > 0) {
             if (!receive_rows(p, op, bank, s)) return;
         }

@@ -223,7 +223,7 @@ def misuse(backend: CpuBackend, mode: int, grid: int = 2, stream: Any = None) ->
         (10, "all live threads wait for one another"),
         (11, "the block ends before bulk_wait_read"),
         (12, "the block ends before mbarrier_wait"),
-        (13, "barrier whose last load is not complete"),
+        (13, "barrier whose last load nobody has waited for"),
     ],
 )
 def test_misuse_is_an_error(backend: CpuBackend, mode: int, message: str, seed: int) -> None:

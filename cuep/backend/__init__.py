@@ -34,7 +34,12 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A stream as cuep uses it: `key` tells whether two are the same, `handle` is what a launch takes."""
+    """A stream as cuep uses it: `key` tells whether two are the same.
+
+    On a synchronous stream a launch has run when it returns.
+    """
+
+    is_synchronous: bool
 
     @property
     def key(self) -> Hashable: ...

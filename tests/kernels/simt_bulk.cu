@@ -1,4 +1,4 @@
-// Rows of x to y through shared memory, two rows in flight, then a check by the other blocks. kMissing leaves out one wait.
+// Rows of x to y through shared memory, two in flight, then checked by the other blocks. kMissing leaves out a wait.
 // compile: kRowBytes=512 kMissing=0
 #include <cuep/base.cuh>
 #include <cuep/bulk.cuh>
@@ -45,8 +45,7 @@ CUEP_DEVICE void copy_rows(const Params& p, uint8_t* stages, uint64_t* loaded) {
     if (kMissing != 3) bulk_wait<0>();
 }
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-simt_bulk(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) simt_bulk(const __grid_constant__ Params p) {
     CUEP_DYNAMIC_SMEM(smem);
     uint8_t* stages = smem + warp_idx() * kNumStages * kRowBytes;
     uint64_t* loaded = reinterpret_cast<uint64_t*>(smem + kNumWarps * kNumStages * kRowBytes) + warp_idx() * kNumStages;

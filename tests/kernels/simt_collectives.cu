@@ -17,8 +17,7 @@ struct Params {
 constexpr int kSmemBytes = kNumThreads * 4;
 CUEP_LAUNCH(kNumThreads, kSmemBytes)
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-simt_collectives(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) simt_collectives(const __grid_constant__ Params p) {
     constexpr unsigned kAll = 0xffffffffu;
     CUEP_DYNAMIC_SMEM(smem);
     __shared__ int32_t sum, largest, first;

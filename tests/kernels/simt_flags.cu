@@ -1,5 +1,5 @@
-// Two launches, as of two ranks, hand a message back and forth: data by 16-byte stores, then a flag. Also a counter that
-// all blocks of both increment with every kind of atomic.
+// Two launches, as of two ranks, hand a message back and forth: data by 16-byte stores, then a flag. Also a counter
+// that all blocks of both increment with every kind of atomic.
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 
@@ -18,8 +18,7 @@ struct Params {
 
 CUEP_LAUNCH(kNumThreads, 0)
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-simt_flags(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) simt_flags(const __grid_constant__ Params p) {
     const int block = blockIdx.x, tid = threadIdx.x, peer = 1 - p.rank;
     auto data_of = [&](int rank) { return p.data + (static_cast<int64_t>(rank) * gridDim.x + block) * kNumThreads; };
     auto flag_of = [&](int rank) { return p.flags + rank * gridDim.x + block; };

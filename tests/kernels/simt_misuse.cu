@@ -1,5 +1,5 @@
-// Errors that the CPU runtime must find. Which one is a run-time choice, so that one build serves all. The tests look for
-// the markers in this file to know the line that the message must name.
+// Errors that the CPU runtime must find. Which one is a run-time choice, so that one build serves all. The tests look
+// for the markers in this file to know the line that the message must name.
 #include <cuep/base.cuh>
 #include <cuep/bulk.cuh>
 #include <cuep/sync.cuh>
@@ -25,8 +25,7 @@ __device__ __attribute__((noinline)) uint32_t use_stack(const uint8_t* x, int de
     return depth == 0 ? local[64] : use_stack(x, depth - 1) + local[128];
 }
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-simt_misuse(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) simt_misuse(const __grid_constant__ Params p) {
     constexpr unsigned kAll = 0xffffffffu;
     CUEP_DYNAMIC_SMEM(smem);
     uint64_t* bar = reinterpret_cast<uint64_t*>(smem + 128);
@@ -39,7 +38,7 @@ simt_misuse(const __grid_constant__ Params p) {
         if (lane < 16) {
             __syncwarp();
         } else {
-            __syncwarp(0xffff0000u);  // mark 1
+            __syncwarp(0xffffff00u);  // mark 1
         }
     }
     if (p.mode == 2) {  // a warp parts

@@ -14,8 +14,7 @@ struct Params {
 constexpr int kSmemBytes = kNumThreads * 4;
 CUEP_LAUNCH(kNumThreads, kSmemBytes)
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-simt_race(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) simt_race(const __grid_constant__ Params p) {
     CUEP_DYNAMIC_SMEM(smem);
     __shared__ uint32_t row[kNumThreads];
     volatile uint32_t* copy = reinterpret_cast<volatile uint32_t*>(smem);

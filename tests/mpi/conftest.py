@@ -29,7 +29,7 @@ _collection_errors: list[str] = []
 @pytest.fixture(scope="session")
 def world() -> Iterator[Any]:
     """All ranks of this run; the backend is CUEP_BACKEND's, or a GPU where there is one."""
-    with cuep.init() as world:
+    with cuep.init() as world, world.backend.active():
         yield world
 
 

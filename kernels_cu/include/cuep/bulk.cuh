@@ -161,16 +161,14 @@ CUEP_DEVICE void bulk_store(void* gmem, const void* smem, uint32_t bytes) {
 
 CUEP_DEVICE void bulk_commit() {
 #if CUEP_HAS_BULK_ENGINE
-    if (lane_idx() == 0)
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    if (lane_idx() == 0) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
 }
 
 template <int N>
 CUEP_DEVICE void bulk_wait_read() {
 #if CUEP_HAS_BULK_ENGINE
-    if (lane_idx() == 0)
-        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+    if (lane_idx() == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 #endif
     __syncwarp();
 }
@@ -178,8 +176,7 @@ CUEP_DEVICE void bulk_wait_read() {
 template <int N>
 CUEP_DEVICE void bulk_wait() {
 #if CUEP_HAS_BULK_ENGINE
-    if (lane_idx() == 0)
-        asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+    if (lane_idx() == 0) asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 #endif
     __syncwarp();
 }

@@ -51,8 +51,7 @@ CUEP_DEVICE float to_float(fp16_t value) {
     const uint32_t sign = uint32_t(value.bits & 0x8000) << 16;
     const uint32_t exponent = value.bits >> 10 & 0x1f;
     const uint32_t mantissa = value.bits & 0x3ff;
-    if (exponent == 0x1f)
-        return bits_float(sign | 0x7f800000u | mantissa << 13);
+    if (exponent == 0x1f) return bits_float(sign | 0x7f800000u | mantissa << 13);
     if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24, which a float holds exactly
         const float magnitude = float(mantissa) * 0x1p-24f;
         return sign ? -magnitude : magnitude;
@@ -62,24 +61,19 @@ CUEP_DEVICE float to_float(fp16_t value) {
 
 CUEP_DEVICE bf16_t from_float(float value, bf16_t) {
     const uint32_t bits = float_bits(value);
-    if (is_nan_bits(bits))
-        return {0x7fff};
+    if (is_nan_bits(bits)) return {0x7fff};
     return {uint16_t(shift_right_rounded(bits, 16))};  // a carry out of the mantissa is the next exponent, or infinity
 }
 
 CUEP_DEVICE fp16_t from_float(float value, fp16_t) {
     const uint32_t bits = float_bits(value);
-    if (is_nan_bits(bits))
-        return {0x7fff};
+    if (is_nan_bits(bits)) return {0x7fff};
     const uint32_t sign = bits >> 16 & 0x8000;
     const uint32_t magnitude = bits & 0x7fffffffu;
     const int exponent = int(magnitude >> 23) - 127 + 15;  // of the half; below 1 it is subnormal
-    if (exponent >= 31)
-        return {uint16_t(sign | 0x7c00)};
-    if (exponent >= 1)
-        return {uint16_t(sign | shift_right_rounded(magnitude - ((127 - 15) << 23), 13))};
-    if (exponent < -10)
-        return {uint16_t(sign)};  // below half of the smallest subnormal
+    if (exponent >= 31) return {uint16_t(sign | 0x7c00)};
+    if (exponent >= 1) return {uint16_t(sign | shift_right_rounded(magnitude - ((127 - 15) << 23), 13))};
+    if (exponent < -10) return {uint16_t(sign)};  // below half of the smallest subnormal
     return {uint16_t(sign | shift_right_rounded((magnitude & 0x7fffff) | 0x800000, 14 - exponent))};
 }
 
@@ -149,13 +143,11 @@ template <class E>
 struct Vec16 {  // bf16_t, fp16_t
     static CUEP_DEVICE void unpack(const uint32_t (&word)[4], float (&out)[8]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            unpack_pair<E>(word[i], out[2 * i], out[2 * i + 1]);
+        for (int i = 0; i < 4; ++i) unpack_pair<E>(word[i], out[2 * i], out[2 * i + 1]);
     }
     static CUEP_DEVICE void pack(const float (&in)[8], uint32_t (&word)[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            word[i] = pack_pair<E>(in[2 * i], in[2 * i + 1]);
+        for (int i = 0; i < 4; ++i) word[i] = pack_pair<E>(in[2 * i], in[2 * i + 1]);
     }
 };
 
@@ -163,13 +155,11 @@ template <>
 struct Vec16<float> {
     static CUEP_DEVICE void unpack(const uint32_t (&word)[4], float (&out)[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            out[i] = word_float(word[i]);
+        for (int i = 0; i < 4; ++i) out[i] = word_float(word[i]);
     }
     static CUEP_DEVICE void pack(const float (&in)[4], uint32_t (&word)[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            word[i] = float_word(in[i]);
+        for (int i = 0; i < 4; ++i) word[i] = float_word(in[i]);
     }
 };
 

@@ -123,8 +123,7 @@ struct Block {
 
     void make_runnable(Fiber* fiber) {
         uint32_t slot = queue_head + queue_size++;
-        if (slot >= num_fibers)
-            slot -= num_fibers;
+        if (slot >= num_fibers) slot -= num_fibers;
         queue[slot] = fiber;
     }
 
@@ -136,15 +135,13 @@ struct Block {
     Fiber* take_runnable() {
         if (is_shuffled) {
             uint32_t slot = random_slot();
-            if (queue[slot]->thread_idx.x / 32 == slow_warp && !random.one_in(4))
-                slot = random_slot();
+            if (queue[slot]->thread_idx.x / 32 == slow_warp && !random.one_in(4)) slot = random_slot();
             Fiber* chosen = queue[slot];
             queue[slot] = queue[queue_head];
             queue[queue_head] = chosen;
         }
         Fiber* next = queue[queue_head];
-        if (++queue_head == num_fibers)
-            queue_head = 0;
+        if (++queue_head == num_fibers) queue_head = 0;
         --queue_size;
         return next;
     }
@@ -170,11 +167,9 @@ inline void list_threads(Block& block, const Fiber& first, bool* is_listed, Text
             return j < block.num_fibers && fiber.wait == first.wait &&
                    (first.wait <= Wait::kExited || fiber.site == first.site);
         };
-        if (!belongs(i))
-            continue;
+        if (!belongs(i)) continue;
         const uint32_t begin = i;
-        while (is_listed[i] = true, belongs(i + 1))
-            ++i;
+        while (is_listed[i] = true, belongs(i + 1)) ++i;
         text.add(i > begin ? "%s%u-%u" : "%s%u", separator, begin, i);
         separator = ",";
     }
@@ -189,14 +184,12 @@ inline void list_threads(Block& block, const Fiber& first, bool* is_listed, Text
         "%s: block %u: %s at %s:%d", block.launch->name, block.block_idx.x, reason, base_name(site.file), site.line);
     const char* separator = "; threads: ";
     for (uint32_t i = 0; i < block.num_fibers; ++i) {
-        if (is_listed[i])
-            continue;
+        if (is_listed[i]) continue;
         const Fiber& fiber = block.fibers[i];
         text.add("%s", separator);
         list_threads(block, fiber, is_listed, text);
         text.add(" %s", wait_name(fiber.wait));
-        if (fiber.wait > Wait::kExited)
-            text.add(" at %s:%d", base_name(fiber.site.file), fiber.site.line);
+        if (fiber.wait > Wait::kExited) text.add(" at %s:%d", base_name(fiber.site.file), fiber.site.line);
         separator = "; ";
     }
     block.launch->error.set(text);
@@ -205,22 +198,17 @@ inline void list_threads(Block& block, const Fiber& first, bool* is_listed, Text
 
 [[noreturn]] inline void fail_stuck(Block& block) {
     uint32_t i = 0;
-    while (block.fibers[i].wait == Wait::kExited)
-        ++i;
+    while (block.fibers[i].wait == Wait::kExited) ++i;
     fail(block, "all live threads wait for one another", block.fibers[i].site);
 }
 
 // Runs another fiber. The caller has put itself into the run queue, or somewhere else that will wake it.
 inline void run_next(Block& block, Fiber* self) {
-    if (block.queue_size == 0)
-        fail_stuck(block);
-    if (block.launch->error.is_set())
-        leave_block(block);  // another block failed
-    if (block.is_shuffled && block.copies != nullptr)
-        advance_random_copy(block);
+    if (block.queue_size == 0) fail_stuck(block);
+    if (block.launch->error.is_set()) leave_block(block);  // another block failed
+    if (block.is_shuffled && block.copies != nullptr) advance_random_copy(block);
     Fiber* next = block.take_runnable();
-    if (next == self)
-        return;
+    if (next == self) return;
     current = next;
     cuep_cpu_switch(&self->sp, next->sp);
 }
@@ -250,8 +238,7 @@ inline void relax(Site site) {
     if (++block.num_relaxes > block.queue_size) {  // every fiber that can run has polled in vain
         block.num_relaxes = 0;
         pause_thread(block);
-        if (block.launch->error.is_set())
-            leave_block(block);
+        if (block.launch->error.is_set()) leave_block(block);
     }
     yield(block, self);
     self->wait = Wait::kNone;

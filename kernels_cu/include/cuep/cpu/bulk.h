@@ -22,27 +22,27 @@ struct Copy {
     uint64_t* bar;  // of a load; nullptr for a store
     uint32_t warp;  // of a store, with its group
     uint32_t group;
-    uint8_t* staged;  // of a store: what it has read
     Site site;
-    bool is_lazy;  // stays as it is until a wait asks for it
+    bool is_lazy;     // stays as it is until a wait asks for it
+    bool is_awaited;  // some wait has asked for it
+    uint8_t* staged;  // of a store: what it has read
 };
 
-// A barrier's 8 bytes: whether it was initialised, whether a load is under way, and the parity of the current phase.
-constexpr uint64_t kBarrierMagic = 0x6d62617272696572;  // above the lowest two bits
-constexpr uint64_t kBarrierPending = 2;
+// A barrier's 8 bytes: that it was initialised, and the parity of the current phase.
+constexpr uint64_t kBarrierMagic = 0x6d62617272696572;
 constexpr uint64_t kBarrierParity = 1;
 
-inline void finish_load(Copy& copy) {
-    memcpy(copy.dst, copy.src, copy.bytes);
-    *copy.bar = (*copy.bar ^ kBarrierParity) & ~kBarrierPending;
-    copy.state = Copy::kDone;
+inline bool is_initialised(const uint64_t* bar) {
+    return (*bar & ~kBarrierParity) == kBarrierMagic;
 }
 
 // Takes a copy one step further: a load does all at once, a store reads and later writes.
 inline void advance_copy(Block& block, Copy& copy) {
     copy.is_lazy = block.random.one_in(2);
     if (copy.bar != nullptr) {
-        finish_load(copy);
+        memcpy(copy.dst, copy.src, copy.bytes);
+        *copy.bar ^= kBarrierParity;
+        copy.state = Copy::kDone;
     } else if (copy.state == Copy::kIssued) {
         copy.staged = static_cast<uint8_t*>(malloc(copy.bytes));
         memcpy(copy.staged, copy.src, copy.bytes);
@@ -53,10 +53,11 @@ inline void advance_copy(Block& block, Copy& copy) {
     }
 }
 
+// Finished copies stay in the list until a wait has asked for them: misuse is then found whenever they finish.
 inline void remove_finished_copies(Block& block) {
     for (Copy** link = &block.copies; *link != nullptr;) {
         Copy* copy = *link;
-        if (copy->state != Copy::kDone) {
+        if (copy->state != Copy::kDone || !copy->is_awaited) {
             link = &copy->next;
             continue;
         }
@@ -69,49 +70,48 @@ inline void remove_finished_copies(Block& block) {
 
 // Called at every switch of a seeded run.
 inline void advance_random_copy(Block& block) {
-    if (!block.random.one_in(8))
-        return;
+    if (!block.random.one_in(8)) return;
     Copy* copy = block.copies;
-    for (uint32_t skip = block.random.below(block.num_copies); skip > 0; --skip)
-        copy = copy->next;
-    if (copy->is_lazy)
-        return;
+    for (uint32_t skip = block.random.below(block.num_copies); skip > 0; --skip) copy = copy->next;
+    if (copy->is_lazy || copy->state == Copy::kDone) return;
     advance_copy(block, *copy);
     remove_finished_copies(block);
 }
 
 inline void add_copy(Block& block, const Copy& copy) {
     Copy** link = &block.copies;
-    while (*link != nullptr)
-        link = &(*link)->next;
+    while (*link != nullptr) link = &(*link)->next;
     *link = new Copy(copy);
     (*link)->is_lazy = block.random.one_in(2);
     ++block.num_copies;
 }
 
 // When all threads have returned: stores may still have to write, as the end of a GPU kernel waits for that. Anything
-// else in flight would use shared memory that no longer belongs to the block.
+// else in flight could use shared memory that no longer belongs to the block.
 inline void finish_copies(Block& block) {
     for (Copy* copy = block.copies; copy != nullptr; copy = copy->next) {
-        if (copy->state == Copy::kIssued) {
-            fail(block,
-                 copy->bar != nullptr ? "the block ends before mbarrier_wait for the bulk_load"
-                                      : "the block ends before bulk_wait_read for the bulk_store",
-                 copy->site);
+        if (copy->is_awaited) {
+            while (copy->state != Copy::kDone) advance_copy(block, *copy);
+        } else if (copy->bar != nullptr) {
+            fail(block, "the block ends before mbarrier_wait for the bulk_load", copy->site);
+        } else {
+            fail(block, "the block ends before bulk_wait_read for the bulk_store", copy->site);
         }
-        advance_copy(block, *copy);
+    }
+}
+
+inline void drop_copies(Block& block) {
+    for (Copy* copy = block.copies; copy != nullptr; copy = copy->next) {
+        copy->state = Copy::kDone;
+        copy->is_awaited = true;
     }
     remove_finished_copies(block);
 }
 
-inline void drop_copies(Block& block) {
-    for (Copy* copy = block.copies; copy != nullptr; copy = copy->next)
-        copy->state = Copy::kDone;
-    remove_finished_copies(block);
-}
-
-inline bool is_initialised(const uint64_t* bar) {
-    return (*bar & ~(kBarrierPending | kBarrierParity)) == (kBarrierMagic & ~(kBarrierPending | kBarrierParity));
+inline Copy* find_load(Block& block, const uint64_t* bar) {
+    Copy* copy = block.copies;
+    while (copy != nullptr && copy->bar != bar) copy = copy->next;
+    return copy;
 }
 
 inline bool is_aligned(const void* a, const void* b, uint32_t bytes) {
@@ -125,27 +125,20 @@ inline bool gather_warp(Site site) {
 }
 
 inline void mbarrier_init(uint64_t* bar, Site site) {
-    if (gather_warp(site))
-        *bar = kBarrierMagic & ~(kBarrierPending | kBarrierParity);
-    meet(Wait::kBulk, 0xffffffffu, 0, 0, site);
+    if (gather_warp(site)) *bar = kBarrierMagic;
+    gather_warp(site);
 }
 
 inline void bulk_load(void* smem, const void* gmem, uint32_t bytes, uint64_t* bar, Site site) {
-    if (!gather_warp(site))
-        return;
+    if (!gather_warp(site)) return;
     Block& block = *current->block;
-    if (!is_aligned(smem, gmem, bytes))
-        fail(block, "bulk_load whose addresses or size are no multiple of 16", site);
-    if (!is_initialised(bar))
-        fail(block, "bulk_load with a barrier that was not initialised", site);
-    if (*bar & kBarrierPending)
-        fail(block, "bulk_load with a barrier whose last load is not complete", site);
-    *bar |= kBarrierPending;
-    add_copy(block, {nullptr, Copy::kIssued, smem, gmem, bytes, bar, 0, 0, nullptr, site, true});
+    if (!is_aligned(smem, gmem, bytes)) fail(block, "bulk_load whose addresses or size are no multiple of 16", site);
+    if (!is_initialised(bar)) fail(block, "bulk_load with a barrier that was not initialised", site);
+    if (find_load(block, bar)) fail(block, "bulk_load with a barrier whose last load nobody has waited for", site);
+    add_copy(block, {nullptr, Copy::kIssued, smem, gmem, bytes, bar, 0, 0, site, true, false, nullptr});
     for (uint32_t i = 0; i < block.num_fibers; ++i) {  // some may wait for this very load
         Fiber& fiber = block.fibers[i];
-        if (fiber.wait != Wait::kMbarrier)
-            continue;
+        if (fiber.wait != Wait::kMbarrier) continue;
         fiber.wait = Wait::kNone;
         block.make_runnable(&fiber);
     }
@@ -154,42 +147,33 @@ inline void bulk_load(void* smem, const void* gmem, uint32_t bytes, uint64_t* ba
 inline void mbarrier_wait(uint64_t* bar, uint32_t parity, Site site) {
     Fiber* self = current;
     Block& block = *self->block;
-    if (!is_initialised(bar))
-        fail(block, "mbarrier_wait for a barrier that was not initialised", site);
-    if (block.is_shuffled)
-        yield(block, self);
+    if (!is_initialised(bar)) fail(block, "mbarrier_wait for a barrier that was not initialised", site);
+    if (block.is_shuffled) yield(block, self);
     while ((*bar & kBarrierParity) == (parity & 1)) {
-        if (*bar & kBarrierPending) {
-            for (Copy* copy = block.copies; copy != nullptr; copy = copy->next) {
-                if (copy->bar == bar)
-                    finish_load(*copy);
-            }
-            remove_finished_copies(block);
+        if (Copy* load = find_load(block, bar)) {
+            advance_copy(block, *load);
         } else {  // not issued yet: bulk_load wakes
-            block.note_progress();
-            self->wait = Wait::kMbarrier;
-            self->site = site;
+            wait_in(block, self, Wait::kMbarrier, site);
             run_next(block, self);
         }
     }
+    Copy* load = find_load(block, bar);
+    if (load != nullptr && load->state == Copy::kDone) load->is_awaited = true;
+    remove_finished_copies(block);
     gather_warp(site);
 }
 
 inline void bulk_store(void* gmem, const void* smem, uint32_t bytes, Site site) {
-    if (!gather_warp(site))
-        return;
+    if (!gather_warp(site)) return;
     Block& block = *current->block;
-    if (!is_aligned(smem, gmem, bytes))
-        fail(block, "bulk_store whose addresses or size are no multiple of 16", site);
+    if (!is_aligned(smem, gmem, bytes)) fail(block, "bulk_store whose addresses or size are no multiple of 16", site);
     const uint32_t warp = current->thread_idx.x / 32;
-    add_copy(
-        block,
-        {nullptr, Copy::kIssued, gmem, smem, bytes, nullptr, warp, block.warps[warp].num_groups, nullptr, site, true});
+    const uint32_t group = block.warps[warp].num_groups;
+    add_copy(block, {nullptr, Copy::kIssued, gmem, smem, bytes, nullptr, warp, group, site, true, false, nullptr});
 }
 
 inline void bulk_commit(Site site) {
-    if (gather_warp(site))
-        ++current->block->warp_of(*current).num_groups;
+    if (gather_warp(site)) ++current->block->warp_of(*current).num_groups;
 }
 
 // Takes all stores of this warp but those of its newest `num_pending` groups to `state`.
@@ -198,16 +182,14 @@ inline void bulk_wait(uint32_t num_pending, Copy::State state, Site site) {
         Block& block = *current->block;
         const uint32_t warp = current->thread_idx.x / 32;
         for (Copy* copy = block.copies; copy != nullptr; copy = copy->next) {
-            if (copy->bar != nullptr || copy->warp != warp)
-                continue;
-            if (copy->group + num_pending >= block.warps[warp].num_groups)
-                continue;
-            while (copy->state < state)
-                advance_copy(block, *copy);
+            if (copy->bar != nullptr || copy->warp != warp) continue;
+            if (copy->group + num_pending >= block.warps[warp].num_groups) continue;
+            while (copy->state < state) advance_copy(block, *copy);
+            copy->is_awaited = true;
         }
         remove_finished_copies(block);
     }
-    meet(Wait::kBulk, 0xffffffffu, 0, 0, site);
+    gather_warp(site);
 }
 
 }  // namespace cpu

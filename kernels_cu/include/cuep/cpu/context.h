@@ -72,12 +72,10 @@ inline void* new_context(uint8_t* stack_end, void (*entry)()) {
 #ifdef __x86_64__
     *--sp = nullptr;  // where a caller's return address would be: keeps the ABI's alignment and ends backtraces
     *--sp = reinterpret_cast<void*>(entry);
-    for (int i = 0; i < 6; ++i)
-        *--sp = nullptr;
+    for (int i = 0; i < 6; ++i) *--sp = nullptr;
 #else
     sp -= 20;
-    for (int i = 0; i < 20; ++i)
-        sp[i] = nullptr;
+    for (int i = 0; i < 20; ++i) sp[i] = nullptr;
     sp[11] = reinterpret_cast<void*>(entry);  // x30, the return address
 #endif
     return sp;

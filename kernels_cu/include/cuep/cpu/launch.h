@@ -31,10 +31,8 @@ struct ThreadLocals {
         const char* base = static_cast<const char*>(info->dlpi_tls_data);
         for (int i = 0; i < info->dlpi_phnum; ++i) {
             const auto& header = info->dlpi_phdr[i];
-            if (header.p_type != PT_TLS || base == nullptr)
-                continue;
-            if (anchor < base || anchor >= base + header.p_memsz)
-                continue;
+            if (header.p_type != PT_TLS || base == nullptr) continue;
+            if (anchor < base || anchor >= base + header.p_memsz) continue;
             *static_cast<ThreadLocals*>(self) = {base - anchor, header.p_memsz};
             return 1;
         }
@@ -49,7 +47,10 @@ private:
 // relies on zeros, or on what an earlier block left, is found out. `current` is the only other one, and is null here.
 inline void poison_shared_memory() {
     static const ThreadLocals locals;
-    memset(reinterpret_cast<char*>(&current) + locals.begin, kPoison, locals.bytes);
+    char* begin = reinterpret_cast<char*>(&current) + locals.begin;
+    asm volatile("" : "+r"(begin));  // or compilers conclude that it points into `current` and nowhere else
+    memset(begin, kPoison, locals.bytes);
+    asm volatile("" ::"r"(begin) : "memory");
     current = nullptr;
 }
 
@@ -69,8 +70,7 @@ struct BlockMemory {
           warps(new Warp[(num_threads + 31) / 32]),
           smem(static_cast<uint8_t*>(aligned_alloc(128, (smem_bytes_ + kMarginBytes + 127) / 128 * 128))),
           smem_bytes(smem_bytes_) {
-        if (smem != nullptr)
-            memset(smem, kPoison, smem_bytes + kMarginBytes);
+        if (smem != nullptr) memset(smem, kPoison, smem_bytes + kMarginBytes);
     }
     BlockMemory(const BlockMemory&) = delete;
     ~BlockMemory() {
@@ -78,16 +78,14 @@ struct BlockMemory {
         delete[] warps;
         delete[] queue;
         delete[] fibers;
-        if (stacks != nullptr)
-            give_back_stacks(stacks);
+        if (stacks != nullptr) give_back_stacks(stacks);
     }
 
     bool is_complete() const { return stacks != nullptr && smem != nullptr; }
 
     bool is_margin_intact() const {
         for (uint64_t i = smem_bytes; i < smem_bytes + kMarginBytes; ++i) {
-            if (smem[i] != kPoison)
-                return false;
+            if (smem[i] != kPoison) return false;
         }
         return true;
     }
@@ -119,8 +117,7 @@ inline void seed_block(Block& block, const Settings& settings) {
     block.is_shuffled = settings.seed != 0;
     block.delay_level = block.is_shuffled ? settings.delay_level : 0;
     block.slow_warp = block.random.below(block.num_fibers / 16 + 1);
-    if (block.delay_level > 0)
-        sleep_ns(1000 * uint64_t(block.random.below(150)) * uint32_t(block.delay_level));
+    if (block.delay_level > 0) sleep_ns(1000 * uint64_t(block.random.below(150)) * uint32_t(block.delay_level));
 }
 
 inline void run_block(Launch& launch, uint32_t block_idx) {
@@ -188,8 +185,7 @@ inline uint32_t start_blocks(Launch& launch, BlockThread* blocks, uint32_t count
         block.launch = &launch;
         block.block_idx = num_started;
         const int status = pthread_create(&block.thread, &attributes, &BlockThread::main, &block);
-        if (status == 0)
-            continue;
+        if (status == 0) continue;
         Text text;
         text.add("%s: cannot start a thread for block %u of %u: %s",
                  launch.name,
@@ -208,10 +204,8 @@ inline uint32_t start_blocks(Launch& launch, BlockThread* blocks, uint32_t count
 inline void run_grid(Launch& launch) {
     BlockThread* blocks = new BlockThread[launch.grid];
     const uint32_t num_started = start_blocks(launch, blocks, launch.grid - 1);
-    if (num_started == launch.grid - 1)
-        run_block(launch, launch.grid - 1);
-    for (uint32_t i = 0; i < num_started; ++i)
-        pthread_join(blocks[i].thread, nullptr);
+    if (num_started == launch.grid - 1) run_block(launch, launch.grid - 1);
+    for (uint32_t i = 0; i < num_started; ++i) pthread_join(blocks[i].thread, nullptr);
     delete[] blocks;
 }
 

@@ -10,8 +10,7 @@ namespace cpu {
 
 __attribute__((noinline)) inline void delay(Block& block, Fiber* self) {
     constexpr uint32_t kOneIn[] = {0, 512, 64, 12};
-    if (!block.random.one_in(kOneIn[block.delay_level]))
-        return;
+    if (!block.random.one_in(kOneIn[block.delay_level])) return;
     switch (block.random.below(8)) {
         case 0:
             sleep_ns(1000 * block.random.below(100));
@@ -28,11 +27,9 @@ __attribute__((noinline)) inline void delay(Block& block, Fiber* self) {
 
 // Now and then lets other fibers, other threads or time pass before the access that follows.
 inline void delay_point() {
-    if (__atomic_load_n(&settings.delay_level, __ATOMIC_RELAXED) == 0)
-        return;  // cheap: this stands in inner loops
+    if (__atomic_load_n(&settings.delay_level, __ATOMIC_RELAXED) == 0) return;  // cheap: this stands in inner loops
     Fiber* self = current;
-    if (self->block->delay_level != 0)
-        delay(*self->block, self);
+    if (self->block->delay_level != 0) delay(*self->block, self);
 }
 
 template <int kOrder, class T>

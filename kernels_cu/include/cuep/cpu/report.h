@@ -26,8 +26,7 @@ struct Text {
         va_start(args, format);
         const int added = vsnprintf(chars + length, sizeof(chars) - length, format, args);
         va_end(args);
-        if (added > 0)
-            length = length + size_t(added) < sizeof(chars) ? length + size_t(added) : sizeof(chars) - 1;
+        if (added > 0) length = length + size_t(added) < sizeof(chars) ? length + size_t(added) : sizeof(chars) - 1;
     }
 };
 
@@ -44,8 +43,7 @@ struct Error {
 
     void set(const Text& message) {
         pthread_mutex_lock(&mutex);
-        if (!flag && text_bytes > 0)
-            snprintf(text, text_bytes, "%s", message.chars);
+        if (!flag && text_bytes > 0) snprintf(text, text_bytes, "%s", message.chars);
         __atomic_store_n(&flag, true, __ATOMIC_RELAXED);
         pthread_mutex_unlock(&mutex);
     }

@@ -48,8 +48,7 @@ inline Stacks* map_stacks(uint32_t count) {
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK,
                       -1,
                       0);
-    if (base == MAP_FAILED)
-        return nullptr;
+    if (base == MAP_FAILED) return nullptr;
     Stacks* stacks = new Stacks{static_cast<uint8_t*>(base), count, nullptr};
     // A huge grid can run out of mappings. Its stacks then work without guards.
     for (uint32_t i = 0; i < count && guard(stacks->base + stride * i, Stacks::guard_bytes()); ++i) {
@@ -61,8 +60,7 @@ inline Stacks* map_stacks(uint32_t count) {
 inline Stacks* take_stacks(uint32_t count) {
     pthread_mutex_lock(&stack_pool.mutex);
     Stacks** link = &stack_pool.free_list;
-    while (*link != nullptr && (*link)->count < count)
-        link = &(*link)->next;
+    while (*link != nullptr && (*link)->count < count) link = &(*link)->next;
     Stacks* found = *link;
     if (found != nullptr) {
         *link = found->next;

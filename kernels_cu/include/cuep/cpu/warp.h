@@ -19,8 +19,7 @@ inline void wait_in(Block& block, Fiber* self, Wait wait, Site site) {
 inline const Meeting* expected_at(const Warp& warp, const Fiber* fiber) {
     for (uint32_t rest = warp.pending; rest != 0; rest &= rest - 1) {
         const Meeting& meeting = warp.meetings[__builtin_ctz(rest)];
-        if (meeting.mask >> fiber->lane() & 1)
-            return &meeting;
+        if (meeting.mask >> fiber->lane() & 1) return &meeting;
     }
     return nullptr;
 }
@@ -30,8 +29,7 @@ inline void release_barrier(Block& block) {
     block.num_in_barrier = block.num_votes = 0;
     for (uint32_t i = 0; i < block.num_fibers; ++i) {
         Fiber& fiber = block.fibers[i];
-        if (fiber.wait != Wait::kSyncThreads)
-            continue;
+        if (fiber.wait != Wait::kSyncThreads) continue;
         fiber.wait = Wait::kNone;
         fiber.value = num_votes;
         block.warp_of(fiber).in_barrier = 0;
@@ -53,8 +51,7 @@ inline uint32_t sync_threads(bool vote, Site site) {
         fail(block, "different __syncthreads in one block", site);
     block.num_votes += vote;
     warp.in_barrier |= 1u << self->lane();
-    if (block.num_in_barrier == block.num_live)
-        release_barrier(block);
+    if (block.num_in_barrier == block.num_live) release_barrier(block);
     run_next(block, self);
     return uint32_t(self->value);
 }
@@ -72,8 +69,7 @@ inline uint32_t sync_threads(bool vote, Site site) {
         finish_copies(block);
         leave_block(block);
     }
-    if (block.num_in_barrier == block.num_live)
-        release_barrier(block);
+    if (block.num_in_barrier == block.num_live) release_barrier(block);
     run_next(block, self);
     __builtin_unreachable();
 }
@@ -82,15 +78,14 @@ inline uint32_t sync_threads(bool vote, Site site) {
 // wait for it elsewhere, but not one that has to wait for those others.
 inline Meeting& join_meeting(Block& block, Fiber* self, const Meeting& wanted) {
     Warp& warp = block.warp_of(*self);
+    if (!(wanted.mask >> self->lane() & 1))
+        fail(block, "warp collective whose mask leaves out the caller", wanted.site);
     for (uint32_t rest = warp.pending; rest != 0; rest &= rest - 1) {
         Meeting& meeting = warp.meetings[__builtin_ctz(rest)];
-        if (meeting.wait == wanted.wait && meeting.mask == wanted.mask && meeting.site == wanted.site)
-            return meeting;
+        if (meeting.wait == wanted.wait && meeting.mask == wanted.mask && meeting.site == wanted.site) return meeting;
         if ((meeting.mask >> self->lane() & 1) && (meeting.arrived & wanted.mask))
             fail(block, "different warp collectives or masks", wanted.site);
     }
-    if (!(wanted.mask >> self->lane() & 1))
-        fail(block, "warp collective whose mask leaves out the caller", wanted.site);
     if (wanted.mask & warp.exited)
         fail(block, "warp collective whose mask names threads that have returned", wanted.site);
     if (wanted.mask & warp.in_barrier)
@@ -107,8 +102,7 @@ inline void finish_meeting(Block& block, Fiber* self, const Meeting& meeting) {
     uint32_t votes = 0;
     for (uint32_t rest = meeting.mask; rest != 0; rest &= rest - 1) {
         const int lane = __builtin_ctz(rest);
-        if (lanes[lane].value != 0)
-            votes |= 1u << lane;
+        if (lanes[lane].value != 0) votes |= 1u << lane;
         const int source = lanes[lane].source_lane;
         const bool has_source = meeting.mask >> source & 1;
         results[lane] = has_source ? lanes[source].value : 0xcdcdcdcdcdcdcdcdu;  // undefined on the GPU: poison
@@ -117,8 +111,7 @@ inline void finish_meeting(Block& block, Fiber* self, const Meeting& meeting) {
         const int lane = __builtin_ctz(rest);
         lanes[lane].value = meeting.wait == Wait::kVote ? votes : results[lane];
         lanes[lane].wait = Wait::kNone;
-        if (&lanes[lane] != self)
-            block.make_runnable(&lanes[lane]);
+        if (&lanes[lane] != self) block.make_runnable(&lanes[lane]);
     }
     warp.pending &= ~(1u << (&meeting - warp.meetings));
 }
@@ -136,8 +129,7 @@ inline uint64_t meet(Wait wait, uint32_t mask, uint64_t value, uint32_t source_l
         run_next(block, self);
     } else {
         finish_meeting(block, self, meeting);
-        if (block.is_shuffled)
-            yield(block, self);
+        if (block.is_shuffled) yield(block, self);
     }
     return self->value;
 }
