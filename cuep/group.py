@@ -220,7 +220,7 @@ class Group:
             try:
                 self.world.comm.barrier()  # a peer may still be storing into this arena
             except Exception as error:  # the communicator is gone, so nothing collective is possible any more
-                _log.warning("group %d: its memory is leaked, since its ranks cannot be reached: %s", self.serial, error)
+                _log.warning("group %d leaks its memory, since its ranks cannot be reached: %s", self.serial, error)
                 self.memory.leak()
                 return
             self.memory.free()

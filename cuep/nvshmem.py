@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Nvshmem:
         self._num_open = 0
         self._is_orderly = True
         self._process = os.getpid()
+        self.start_seconds = 0.0  # what its own start took, for people who measure cuep's
 
     def version(self) -> tuple[int, int, int]:
         numbers = [ctypes.c_int() for _ in range(3)]
@@ -169,6 +171,7 @@ def start(comm: Any, make_current: Callable[[], None]) -> Nvshmem:
     if len({host for host, _ in members}) == 1:
         env.set_default("NVSHMEM_REMOTE_TRANSPORT", "none")
         env.set_default("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
+    begin = time.monotonic()
     library: Any = None
     path = Path()
     error: CuepError | None = None
@@ -185,6 +188,7 @@ def start(comm: Any, make_current: Callable[[], None]) -> Nvshmem:
         raise BackendUnavailable("NVSHMEM was already started in some of the ranks by another library, but not in all")
     raise_together(comm, _other_numbering(library, comm))
     _running = Nvshmem(library, path, members)
+    _running.start_seconds = time.monotonic() - begin
     if is_ours:
         _running.finalize_at_exit(make_current)
     _log.info("NVSHMEM %d.%d.%d from %s, %d ranks", *_running.version(), path, comm.size)

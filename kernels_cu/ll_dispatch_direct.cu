@@ -131,13 +131,13 @@ CUEP_DEVICE void publish_counts(const Params& p, const Operation& op, int bank, 
         count_ranks<kNumRanks>(rank_mask, s.num_rows);
     }
     __syncthreads();
-    if (tid < kNumRanks) {  // pairs with wait_totals
-        const uint32_t total = p.is_refused ? kRefused : static_cast<uint32_t>(s.num_rows[tid]);
-        st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
-    }
     for (int e = tid; e < kNumExperts; e += kNumThreads) {  // pairs with wait_counts
         uint64_t* counts = counts_of(p, e / kNumLocalExperts, bank, p.rank);
         st_relaxed_sys(counts + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(s.experts[e])));
+    }
+    if (tid < kNumRanks) {  // pairs with wait_totals; last, since who sees it asks for the counts next
+        const uint32_t total = p.is_refused ? kRefused : static_cast<uint32_t>(s.num_rows[tid]);
+        st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
     }
     __syncthreads();
 }

@@ -47,6 +47,7 @@ class Results:
     gpus: int = 0
     versions: dict[str, Any] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
+    startup: list[dict[str, Any]] = field(default_factory=list)
     tests: list[dict[str, Any]] = field(default_factory=list)
     sanitizer: list[dict[str, Any]] = field(default_factory=list)
     bench: list[dict[str, Any]] = field(default_factory=list)
@@ -139,6 +140,7 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
     if stage.is_ok:
         runner.results.versions = json.loads(info.read_text())
 
+    run_startup(runner, most)
     for n in [most] if quick else [n for n in (1, 2, 4) if n <= num_gpus]:
         run_tests(runner, n, limit_s=90 if quick else 120)
     if not quick and num_gpus < 8:
@@ -156,6 +158,20 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
     if sanitizer is None:
         print("compute-sanitizer was not found: not run")
         runner.results.sanitizer.append({"tool": None, "note": "compute-sanitizer was not found"})
+
+
+def run_startup(runner: Runner, num_ranks: int) -> None:
+    """Import, start and first use: with an empty cache, then with a warm one."""
+    cache = runner.out / "startup_cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    for kind in ("cold", "warm"):
+        command = [sys.executable, str(ROOT / "scripts/startup.py")]
+        _, printed = runner.ranks(f"startup, {kind} cache", num_ranks, command, 60, CUEP_CACHE_DIR=str(cache))
+        found = re.search(r"^startup (\{.*\})$", printed, re.MULTILINE)
+        if found:
+            runner.results.startup.append({"cache": kind, "ranks": num_ranks} | json.loads(found[1]))
+    shutil.rmtree(cache, ignore_errors=True)
+    runner.save()
 
 
 def run_tests(runner: Runner, num_ranks: int, limit_s: float) -> None:
@@ -190,10 +206,14 @@ def run_bench(runner: Runner, num_ranks: int, mode: str, tokens: int) -> None:
 
 
 def run_sanitizer(runner: Runner, sanitizer: str, tool: str, mode: str, num_ranks: int) -> None:
+    # Calls that return an error are no finding: NVSHMEM and CuPy probe for what they can do.
     watched = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "9"]
+    watched += ["--report-api-errors", "no"] if tool == "memcheck" else []
     command = [*watched, sys.executable, "-m", "cuep", "bench", mode, "--check", *TINY_SHAPE]
     # Kernels run many times slower, and peers must not give up on each other.
-    stage, printed = runner.ranks(f"{tool} {mode}", num_ranks, command, 60, CUEP_TIMEOUT_S="55")
+    stage, printed = runner.ranks(
+        f"{tool} {mode}", num_ranks, command, 60, CUEP_TIMEOUT_S="55", NVSHMEM_DISABLE_NCCL="1"
+    )
     errors = [int(number) for number in re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", printed)]
     if len(errors) < num_ranks and stage.is_ok:
         stage.is_ok, stage.note = False, "not every rank printed a summary"
@@ -214,6 +234,7 @@ def show(results: Results, out: Path) -> None:
         for failure in tests["failures"]:
             print(f"FAILED on {tests['ranks']} ranks: {failure['test']}")
     rows: list[list[Any]] = [["tests", f"{t['ranks']} ranks", _test_text(t)] for t in results.tests]
+    rows += [["startup", f"{s['cache']} cache, {s['ranks']} ranks", _startup_text(s)] for s in results.startup]
     rows += [
         ["sanitizer", f"{s['tool']} {s['mode']}, {s['ranks']} ranks", "clean" if s["ok"] else f"{s['errors']} errors"]
         for s in results.sanitizer
@@ -226,6 +247,13 @@ def show(results: Results, out: Path) -> None:
     print_table("gpu_check", ["", "what", "result"], rows)
     bad = [stage.name for stage in results.stages if not stage.is_ok]
     print(f"gpu_check: {'ok' if results.ok else 'FAILED: ' + ', '.join(bad)}  ({out}/results.json, log.txt)")
+
+
+def _startup_text(startup: dict[str, Any]) -> str:
+    return (
+        f"import {startup['import_s']:.2f} s, first use {startup['first_use_s']:.2f} s"
+        f" beyond NVSHMEM's {startup['nvshmem_s']:.2f} s"
+    )
 
 
 def _test_text(tests: dict[str, Any]) -> str:

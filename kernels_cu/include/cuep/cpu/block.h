@@ -230,6 +230,11 @@ inline void pause_thread(Block& block) {
     }
 }
 
+// Lets the whole block fall behind, at its start and where others are tempted to run ahead of it.
+inline void delay_block(Block& block) {
+    if (block.delay_level > 0) sleep_ns(1000 * uint64_t(block.random.below(150)) * uint32_t(block.delay_level));
+}
+
 inline void relax(Site site) {
     Fiber* self = current;
     Block& block = *self->block;

@@ -89,8 +89,12 @@ inline void add_copy(Block& block, const Copy& copy) {
 // When all threads have returned: stores may still have to write, as the end of a GPU kernel waits for that. Anything
 // else in flight could use shared memory that no longer belongs to the block.
 inline void finish_copies(Block& block) {
+    bool has_delayed = false;
     for (Copy* copy = block.copies; copy != nullptr; copy = copy->next) {
         if (copy->is_awaited) {
+            // Others may act on a flag that was released too early: give them the time.
+            if (!has_delayed) delay_block(block);
+            has_delayed = true;
             while (copy->state != Copy::kDone) advance_copy(block, *copy);
         } else if (copy->bar != nullptr) {
             fail(block, "the block ends before mbarrier_wait for the bulk_load", copy->site);

@@ -1,5 +1,6 @@
 // Switching between fibers: save the registers that a callee must preserve on the old stack, take the new stack, load
-// them from there. Floating-point control registers are the same in all fibers and are left alone.
+// them from there. Floating-point control registers are the same in all fibers and are left alone. The aarch64 half has
+// run under qemu only.
 #pragma once
 
 #include <cstdint>

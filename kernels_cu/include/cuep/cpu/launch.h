@@ -117,7 +117,6 @@ inline void seed_block(Block& block, const Settings& settings) {
     block.is_shuffled = settings.seed != 0;
     block.delay_level = block.is_shuffled ? settings.delay_level : 0;
     block.slow_warp = block.random.below(block.num_fibers / 16 + 1);
-    if (block.delay_level > 0) sleep_ns(1000 * uint64_t(block.random.below(150)) * uint32_t(block.delay_level));
 }
 
 inline void run_block(Launch& launch, uint32_t block_idx) {
@@ -147,6 +146,7 @@ inline void run_block(Launch& launch, uint32_t block_idx) {
     block.num_fibers = block.num_live = launch.threads;
     seed_block(block, launch.settings);
     start_fibers(block, *memory.stacks);
+    delay_block(block);
     current = block.take_runnable();
     cuep_cpu_switch(&block.thread_sp, current->sp);  // returns when leave_block switches back
 
