@@ -49,14 +49,14 @@ class HighThroughput:
         is_gpu = group.world.backend.name == "cuda"
         self._route = ModeKernel(group, "route", "ballot", routing, {}, most_blocks=_ROUTE_BLOCKS)
         self._dispatch = ModeKernel(
-            group, "dispatch", "bulk", routing | rows, _stages(cfg.row_bytes, "kNumWarps") if is_gpu else {}
+            group, "dispatch", "bulk", routing | rows, _pipeline(cfg.row_bytes, "kNumWarps", 4, 3) if is_gpu else {}
         )
         self._combine = ModeKernel(
             group,
             "combine",
             "push",
             ranks | rows | {"elem_t": elem_type(cfg.dtype)},
-            _stages(cfg.row_bytes, "kNumPushWarps") if is_gpu else {},
+            _pipeline(cfg.row_bytes, "kNumPushWarps", 7, 2) if is_gpu else {},
         )
         self._refusal = self._records(None)
 
@@ -164,12 +164,12 @@ class HighThroughput:
         )
 
 
-def _stages(row_bytes: int, warps_name: str) -> dict[str, int]:
-    """How many warps of a block move rows, each with how many rows in flight: 4 with 3, or what shared memory holds."""
+def _pipeline(row_bytes: int, warps_name: str, num_warps: int, num_stages: int) -> dict[str, int]:
+    """Tunables: how many warps of a block move rows, each with how many rows in flight, as far as shared memory goes."""
     fitting = _SMEM_BYTES // (row_bytes + 256)
     if fitting < 2:
         raise ArgumentError(
             f"hidden: a row of {row_bytes} bytes is too long for mode='ht'; two must fit in {_SMEM_BYTES}"
         )
-    num_warps = max(1, min(4, fitting // 3))
-    return {warps_name: num_warps, "kNumStages": min(3, fitting // num_warps)}
+    stages = min(num_stages, fitting)
+    return {warps_name: max(1, min(num_warps, fitting // stages)), "kNumStages": stages}

@@ -9,14 +9,14 @@
 #include <cuep/operation.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
-constexpr int kNumRanks = 4, kRowBytes = 14336, kNumPushWarps = 4, kNumSumWarps = 8, kNumStages = 3;
+constexpr int kNumRanks = 4, kRowBytes = 14336, kNumPushWarps = 7, kNumSumWarps = 12, kNumStages = 2;
 using elem_t = cuep::bf16_t;
 #endif
 // compile: kNumRanks=4 kRowBytes=14336 elem_t=cuep::bf16_t
 // compile: kNumRanks=2 kRowBytes=528 elem_t=float
-CUEP_TUNABLE(kNumPushWarps, 4, 1);
+CUEP_TUNABLE(kNumPushWarps, 7, 1);
 CUEP_TUNABLE(kNumSumWarps, 12, 1);
-CUEP_TUNABLE(kNumStages, 3, 2);
+CUEP_TUNABLE(kNumStages, 2, 2);
 
 using namespace cuep;
 
