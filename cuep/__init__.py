@@ -1,7 +1,10 @@
 """cuep: dispatch and combine for mixture-of-experts layers, over MPI ranks, on GPUs and on the CPU.
 
-Importing this package starts neither CUDA nor MPI.
+Importing this package starts neither CUDA nor MPI, and loads NumPy only with the first name that needs it.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from cuep.config import GroupConfig
 from cuep.errors import (
@@ -18,10 +21,12 @@ from cuep.errors import (
     PeerTimeout,
     SettingsMismatch,
 )
-from cuep.group import Group
-from cuep.handle import Handle, Received
-from cuep.layout import footprint
-from cuep.world import World, init
+
+if TYPE_CHECKING:
+    from cuep.group import Group
+    from cuep.handle import Handle, Received
+    from cuep.layout import footprint
+    from cuep.world import World, init
 
 __version__ = "0.1.0"
 
@@ -46,3 +51,24 @@ __all__ = [
     "footprint",
     "init",
 ]
+
+_MODULES = {
+    "Group": "group",
+    "Handle": "handle",
+    "Received": "handle",
+    "World": "world",
+    "footprint": "layout",
+    "init": "world",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names that need NumPy, loaded when they are first used (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'cuep' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"cuep.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -165,7 +165,7 @@ class HighThroughput:
 
 
 def _pipeline(row_bytes: int, warps_name: str, num_warps: int, num_stages: int) -> dict[str, int]:
-    """Tunables: how many warps of a block move rows, each with how many rows in flight, as far as shared memory goes."""
+    """Tunables: how many warps of a block move rows, each with how many in flight, as far as shared memory goes."""
     fitting = _SMEM_BYTES // (row_bytes + 256)
     if fitting < 2:
         raise ArgumentError(

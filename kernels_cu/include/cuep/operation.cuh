@@ -120,18 +120,7 @@ CUEP_DEVICE bool wait_bank_free(const Operation& op, const uint64_t* done, uint3
 
 // Barrier of the block that tells every thread whether any passed true.
 CUEP_DEVICE bool block_any(bool predicate) {
-#ifdef CUEP_CPU
-    __shared__ int any;
-    any = 0;
-    __syncthreads();
-    if (predicate) any = 1;
-    __syncthreads();
-    const int result = any;
-    __syncthreads();
-    return result != 0;
-#else
     return __syncthreads_or(predicate) != 0;
-#endif
 }
 
 // True in every thread of the block that gets here last. What all blocks did before happens before what it does then.
