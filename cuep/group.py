@@ -189,11 +189,19 @@ class Group:
             self._broken = timeout
             raise timeout
         refusal = self.report.take_refusal()
-        if refusal is None or refusal["rank"] == self.rank:  # this rank has raised its own error already
+        if refusal is None:
             return
+        has_overflow = self.report.take_overflow()
+        if refusal["rank"] == self.rank and not has_overflow:
+            return  # the call that was refused has raised its error already
         handle = self._handles.get(refusal["handle"])
         if handle is not None:
             handle.was_refused(refusal["op"])
+        if has_overflow:
+            raise ArgumentError(
+                f"{refusal['op']}: topk_idx names an expert more than max_tokens_per_rank="
+                f"{self.cfg.max_tokens_per_rank} times, which its zone has no rows for; nothing was dispatched"
+            )
         raise PeerRefused(f"{refusal['op']}: rank {refusal['rank']} refused its call, so it did nothing on any rank")
 
     def _check_usable(self) -> None:

@@ -12,7 +12,7 @@ from cuep.config import GroupConfig
 
 ALIGNMENT = 256  # bytes; of every region of the arena
 CONTROL_BYTES = 40  # struct Control in operation.cuh
-REPORT_BYTES = 48  # struct Report
+REPORT_BYTES = 52  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
 

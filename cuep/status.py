@@ -14,7 +14,8 @@ OPERATIONS = ("create_handle/update", "dispatch", "combine")  # enum Op
 PHASES = ("reuse of a buffer that the peer reads", "counts of the peer", "rows of the peer")  # enum Phase
 
 _FIELDS = (
-    "timed_out op phase peer expected seen epoch num_refused refused_op refused_by refused_handle num_bad_ids".split()
+    "timed_out op phase peer expected seen epoch num_refused refused_op refused_by refused_handle num_bad_ids "
+    "num_overflows".split()
 )
 _DTYPE = np.dtype([(name, "u4") for name in _FIELDS])
 assert _DTYPE.itemsize == REPORT_BYTES
@@ -31,6 +32,7 @@ class Report:
         self._rank = rank
         self._refusals_seen = 0
         self._bad_ids_seen = 0
+        self._overflows_seen = 0
 
     @property
     def address(self) -> int:
@@ -69,3 +71,9 @@ class Report:
         count = int(self._words["num_bad_ids"])
         new, self._bad_ids_seen = (count - self._bad_ids_seen) % 2**32, count
         return new
+
+    def take_overflow(self) -> bool:
+        """Whether this rank's duplicate ids were too many for an expert's zone, once."""
+        count = int(self._words["num_overflows"])
+        is_new, self._overflows_seen = count != self._overflows_seen, count
+        return is_new

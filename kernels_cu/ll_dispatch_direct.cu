@@ -131,12 +131,17 @@ CUEP_DEVICE void publish_counts(const Params& p, const Operation& op, int bank, 
         count_ranks<kNumRanks>(rank_mask, s.num_rows);
     }
     __syncthreads();
+    // a zone has max_tokens rows for each source; only an expert that is named twice by a token can need more
+    bool is_over = false;
+    for (int e = tid; e < kNumExperts; e += kNumThreads) is_over |= s.experts[e] > p.max_tokens;
+    is_over = block_any(is_over);
+    if (is_over && tid == 0) atom_add_relaxed_sys(&p.report->num_overflows, 1u);
     for (int e = tid; e < kNumExperts; e += kNumThreads) {  // pairs with wait_counts
         uint64_t* counts = counts_of(p, e / kNumLocalExperts, bank, p.rank);
         st_relaxed_sys(counts + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(s.experts[e])));
     }
     if (tid < kNumRanks) {  // pairs with wait_totals; last, since who sees it asks for the counts next
-        const uint32_t total = p.is_refused ? kRefused : static_cast<uint32_t>(s.num_rows[tid]);
+        const uint32_t total = p.is_refused || is_over ? kRefused : static_cast<uint32_t>(s.num_rows[tid]);
         st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
     }
     __syncthreads();

@@ -14,6 +14,7 @@ from cuep import mpiexec
 from cuep.errors import BackendUnavailable
 
 HERE = Path(__file__).parent
+SHM = Path("/dev/shm")
 TESTS = """
 import pytest
 from harness import examples, verdict_comm
@@ -78,7 +79,20 @@ def run(tmp_path):
         env = os.environ | {"PYTHONPATH": str(HERE.parent), "TMPDIR": str(tmp_path)}
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
 
-    return run
+    before = set(SHM.glob("mpich_shm_*"))
+    yield run
+    # A job that was killed leaves its segment behind; new ones that no process maps are ours.
+    mapped = "".join(_read(maps) for maps in Path("/proc").glob("[0-9]*/maps"))
+    for segment in set(SHM.glob("mpich_shm_*")) - before:
+        if segment.name not in mapped:
+            segment.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the process is gone, or is someone else's
+        return ""
 
 
 def test_a_failure_on_one_rank_is_reported_once_with_that_ranks_message(run):

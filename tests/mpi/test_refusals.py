@@ -203,3 +203,16 @@ def test_nothing_is_wrong_with_nan(world: Any) -> None:
         check_received(world, group.cfg, recv, expected(world, group.cfg, step)[1])
         handle.combine(recv.tokens)
         group.check()
+
+
+def test_duplicates_that_do_not_fit(world: Any) -> None:
+    """A04, A07: ll: a zone holds max_tokens_per_rank rows of each rank; more, by ids named twice, is refused on all."""
+    with cuep.Group(world, config("ll")) as group:
+        step = random_step(world, group.cfg, 1, 16, masked=0.0)
+        if world.rank == 0:
+            step.topk_idx[:9] = 3  # 18 rows for expert 3, or more
+        handle = group.create_handle(to_device(world, step.topk_idx))
+        with refused_on(world, 0, cuep.ArgumentError, "names an expert more than max_tokens_per_rank=16 times"):
+            handle.dispatch(to_device(world, step.x))
+            group.check()
+        run_step(world, group, random_step(world, group.cfg, 2, 16), handle)

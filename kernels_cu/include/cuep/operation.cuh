@@ -25,7 +25,8 @@ struct Report {
     uint32_t op, phase, peer, expected, seen, epoch;
     uint32_t num_refused;  // operations that did nothing because a rank refused its call
     uint32_t refused_op, refused_by, refused_handle;
-    uint32_t num_bad_ids;  // topk_idx entries outside [-1, num_experts)
+    uint32_t num_bad_ids;    // topk_idx entries outside [-1, num_experts)
+    uint32_t num_overflows;  // dispatches whose duplicate ids filled an expert's zone beyond its rows
 };
 
 // Device memory of one handle.
