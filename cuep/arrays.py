@@ -61,17 +61,19 @@ def view(array: Any, name: str, backend: Backend) -> View:
         address = array.ctypes.data if backend.name == "cpu" else array.data.ptr
         if backend.name == "cuda" and array.size and array.device.id != backend.device:
             raise ArgumentError(f"{name} is on GPU {array.device.id}, the group is on GPU {backend.device}")
+        if not array.dtype.isnative or isinstance(array, np.ma.MaskedArray):
+            kind = "masked" if array.dtype.isnative else "of foreign byte order"
+            raise ArgumentTypeError(f"{name} is an array {kind} ({array.dtype.str}), which is not allowed")
         return View(int(address), array.shape, array.dtype.name, array.strides, array)
     wants = "NumPy arrays or CPU tensors" if backend.name == "cpu" else "arrays on the GPU (CuPy, torch, DLPack)"
-    if isinstance(array, np.ndarray) or not (
-        hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__")
-    ):
+    protocols = ("__dlpack__", "__cuda_array_interface__") if backend.name == "cuda" else ("__dlpack__",)
+    if isinstance(array, np.ndarray) or not any(hasattr(array, protocol) for protocol in protocols):
         raise ArgumentTypeError(f"{name}: got {type(array).__name__}, the {backend.name} backend takes {wants}")
     try:
         if hasattr(array, "__cuda_array_interface__") and backend.name == "cuda":
             return view(backend.xp.asarray(array), name, backend)
         return view(backend.xp.from_dlpack(array), name, backend)
-    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+    except Exception as error:  # whatever another framework's export raises
         raise ArgumentTypeError(
             f"{name}: got {type(array).__name__}, the {backend.name} backend takes {wants} ({error})"
         ) from error
@@ -116,3 +118,17 @@ def check_matrix(
         is_right = array.shape[0] <= max_rows
     if not is_right:
         raise ArgumentError(f"{name} has shape {list(array.shape)}, allowed: [{allowed_rows}, {columns}]")
+
+
+def check_rows(view: View, name: str, row_bytes: int) -> None:
+    """Check that a [rows, columns] argument has contiguous, aligned rows that do not overlap."""
+    if not all(view.shape):
+        return
+    elem_bytes = row_bytes // view.shape[-1]
+    if view.strides[-1] != elem_bytes and view.shape[-1] > 1:
+        raise ArgumentError(f"{name}: elements of a row must be adjacent, got strides {view.strides} bytes")
+    if view.address % 16 or (view.shape[0] > 1 and (view.strides[0] % 16 or view.strides[0] < row_bytes)):
+        raise ArgumentError(
+            f"{name}: rows must be 16-byte aligned and must not overlap, got address {view.address:#x}, "
+            f"strides {view.strides} bytes"
+        )

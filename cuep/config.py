@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import numbers
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 from cuep import env
@@ -12,8 +15,17 @@ from cuep.errors import ArgumentError
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _LAYOUTS = {"ll": ("expert_major",), "ht": ("flat",)}
 _REDUCES = {"ll": ("exact",), "ht": ("per_rank",)}
+_OPERATIONS = {"ll": ("dispatch", "combine"), "ht": ("route", "dispatch", "combine")}
 MAX_TOPK = 32
 MAX_RANKS = 32
+_MOST = {
+    "num_experts": 2**16,
+    "hidden": 2**20,
+    "num_topk": MAX_TOPK,
+    "max_tokens_per_rank": 2**24,
+    "num_buffers": 64,
+    "num_sms": 2**16,
+}
 
 
 @dataclass(frozen=True)
@@ -48,35 +60,28 @@ class GroupConfig:
     num_buffers: int = 2
     num_sms: int | None = None
     timeout_s: float | None = None
-    variants: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _require(self.mode in _LAYOUTS, "mode", self.mode, "'ll' or 'ht'")
-        for name, allowed in (("layout", _LAYOUTS[self.mode]), ("reduce", _REDUCES[self.mode])):
+        _require(_is_one_of(self.mode, _LAYOUTS), "mode", self.mode, "'ll' or 'ht'")
+        for name, by_mode in (("layout", _LAYOUTS[self.mode]), ("reduce", _REDUCES[self.mode])):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, allowed[0])
-            _require(getattr(self, name) in allowed, name, getattr(self, name), f"{allowed} with mode={self.mode!r}")
-        _require(self.dtype in DTYPE_BYTES, "dtype", self.dtype, f"one of {tuple(DTYPE_BYTES)}")
-        for name in ("num_experts", "hidden", "max_tokens_per_rank"):
-            _require(_is_count(getattr(self, name)), name, getattr(self, name), "a whole number of at least 1")
-        _require(_is_count(self.num_topk) and self.num_topk <= MAX_TOPK, "num_topk", self.num_topk, f"1 to {MAX_TOPK}")
+                object.__setattr__(self, name, by_mode[0])
+            given = getattr(self, name)
+            _require(_is_one_of(given, by_mode), name, given, f"{by_mode} with mode={self.mode!r}")
+        _require(_is_one_of(self.dtype, DTYPE_BYTES), "dtype", self.dtype, f"one of {tuple(DTYPE_BYTES)}")
+        for name, most in _MOST.items():
+            if name != "num_sms" or self.num_sms is not None:
+                object.__setattr__(self, name, _count(getattr(self, name), name, most))
         row_rule = f"a row of a multiple of 16 bytes: a multiple of {16 // DTYPE_BYTES[self.dtype]} with {self.dtype}"
         _require(self.row_bytes % 16 == 0, "hidden", self.hidden, row_rule)
-        banks = (1, 2, 4, 8) if self.mode == "ll" else tuple(range(1, 65))
-        allowed_banks = "1, 2, 4 or 8 with mode='ll'" if self.mode == "ll" else "1 to 64 with mode='ht'"
-        _require(self.num_buffers in banks, "num_buffers", self.num_buffers, allowed_banks)
-        _require(
-            self.num_sms is None or _is_count(self.num_sms), "num_sms", self.num_sms, "None or a number of at least 1"
-        )
-        if self.timeout_s is None:
-            object.__setattr__(self, "timeout_s", env.timeout_s())
-        _require(
-            isinstance(self.timeout_s, (int, float)) and 0 < self.timeout_s < 1e6,
-            "timeout_s",
-            self.timeout_s,
-            "seconds above 0 and below 1e6",
-        )
-        object.__setattr__(self, "variants", dict(self.variants))
+        if self.mode == "ll":
+            _require(self.num_buffers in (1, 2, 4, 8), "num_buffers", self.num_buffers, "1, 2, 4 or 8 with mode='ll'")
+        timeout_s: Any = env.timeout_s() if self.timeout_s is None else self.timeout_s
+        is_time = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+        _require(is_time and 1e-3 <= timeout_s <= 1e6, "timeout_s", self.timeout_s, "seconds from 0.001 to 1e6")
+        object.__setattr__(self, "timeout_s", float(timeout_s))
+        object.__setattr__(self, "variants", _checked_variants(self.variants, self.mode))
 
     @property
     def elem_bytes(self) -> int:
@@ -88,21 +93,48 @@ class GroupConfig:
 
     def settings(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"variants": dict(self.variants)}
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ArgumentError unless these settings work on `num_ranks` ranks."""
-        if num_ranks > MAX_RANKS:
-            raise ArgumentError(f"a group has at most {MAX_RANKS} ranks, got {num_ranks}")
+        num_ranks = _count(num_ranks, "num_ranks", MAX_RANKS)
         if self.num_experts % num_ranks != 0:
             raise ArgumentError(
                 f"num_experts must be a multiple of the number of ranks: got {self.num_experts} experts on "
                 f"{num_ranks} ranks"
             )
+        rows = self.num_experts * self.max_tokens_per_rank
+        if self.mode == "ht":
+            rows = num_ranks * self.max_tokens_per_rank * self.num_topk
+        if rows >= 2**31:
+            product = "num_experts" if self.mode == "ll" else "num_topk * ranks"
+            raise ArgumentError(
+                f"max_tokens_per_rank={self.max_tokens_per_rank} is too large: {product} * max_tokens_per_rank is "
+                f"{rows}, allowed: below 2**31; at most {self.max_tokens_per_rank * (2**31 - 1) // rows} tokens"
+            )
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _count(value: Any, name: str, most: int) -> int:
+    """A whole number from 1 to `most`, also one of NumPy's."""
+    allowed = f"a whole number from 1 to {most}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{name}={value!r} is not allowed; allowed: {allowed}") from None
+    _require(not isinstance(value, bool) and 1 <= number <= most, name, value, allowed)
+    return number
+
+
+def _is_one_of(value: object, allowed: Iterable[str]) -> bool:
+    return isinstance(value, str) and value in tuple(allowed)
+
+
+def _checked_variants(variants: Any, mode: str) -> Mapping[str, str]:
+    rule = f"operation -> name of a variant, with operations {_OPERATIONS[mode]}"
+    is_mapping = isinstance(variants, Mapping)
+    _require(is_mapping and all(isinstance(v, str) for v in variants.values()), "variants", variants, rule)
+    _require(all(_is_one_of(op, _OPERATIONS[mode]) for op in variants), "variants", variants, rule)
+    return MappingProxyType(dict(variants))
 
 
 def _require(condition: bool, name: str, given: object, allowed: str) -> None:

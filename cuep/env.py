@@ -28,22 +28,29 @@ def user_cache_home() -> str | None:
 
 def seed() -> int:
     """CUEP_SEED: seed of the CPU backend's scheduler; 0 (the default) runs threads in order without delays."""
-    return _number("CUEP_SEED", 0)
+    return _number("CUEP_SEED", 0, most=2**62)
 
 
 def delay_level() -> int:
     """CUEP_DELAY: how often a seeded CPU scheduler injects delays, 0 to 3."""
-    return _number("CUEP_DELAY", 1)
+    return _number("CUEP_DELAY", 1, most=3)
 
 
 def timeout_s() -> float:
     """CUEP_TIMEOUT_S: seconds after which a wait for a peer ends in PeerTimeout, where GroupConfig does not say."""
-    return float(_number("CUEP_TIMEOUT_S", 30))
+    text = os.environ.get("CUEP_TIMEOUT_S") or "30"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1e-3 <= seconds <= 1e6:
+        raise ArgumentError(f"environment variable CUEP_TIMEOUT_S must be seconds from 0.001 to 1e6, got {text!r}")
+    return seconds
 
 
 def start_epoch() -> int:
     """CUEP_START_EPOCH: first epoch of a group, for tests that run across the 32-bit wrap."""
-    return _number("CUEP_START_EPOCH", 0)
+    return _number("CUEP_START_EPOCH", 0, most=2**40)
 
 
 def cxx() -> str | None:
@@ -84,11 +91,8 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentError(f"environment variable {name} must be a whole number, got {text!r}") from None
+def _number(name: str, default: int, most: int) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdigit() or int(text) > most:
+        raise ArgumentError(f"environment variable {name} must be a whole number from 0 to {most}, got {text!r}")
+    return int(text)

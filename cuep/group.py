@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
-import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -23,56 +22,61 @@ from cuep.errors import (
     CuepError,
     OrderError,
     PeerRefused,
+    PeerTimeout,
     SettingsMismatch,
 )
 from cuep.handle import Handle
 from cuep.high_throughput import HighThroughput
 from cuep.launching import address
 from cuep.low_latency import LowLatency
-from cuep.status import Report
+from cuep.status import Cause, Refusal, Report
 from cuep.world import World
 
 _serials = itertools.count()
-_log = logging.getLogger("cuep")
+_leaked: list[Any] = []  # memory of groups that could not be closed in order: kernels may still use it
 
 
 class Group:
     """The ranks of `world` with one GroupConfig. Making and closing it is collective; threads may share it.
 
     All ranks must call the operations of a group (ll: dispatch, combine; ht: create_handle, update, dispatch, combine)
-    in the same order. A call that is refused for its arguments counts as its operation: its peers raise PeerRefused and
-    the next correct call works.
+    in the same order. A call that is refused for its arguments counts as its operation (ll: a refused create_handle or
+    update counts as the dispatch that the peers do next): the operation does nothing on any rank, and the next correct
+    call works. Peers raise PeerRefused at check(), num_recv_tokens() or host_counts(), or at the call itself where it
+    waits (NumPy arrays without a stream).
 
     Raises:
-        ArgumentError: the settings do not work on this number of ranks.
-        SettingsMismatch: ranks passed different settings; names them. Raised on every rank.
-        CompileError, OutOfSymmetricMemory, BackendUnavailable: raised on every rank.
+        ArgumentError, ArgumentTypeError: the settings do not work on this number of ranks.
+        SettingsMismatch: ranks passed different settings; names them.
+        CompileError, OutOfSymmetricMemory, BackendUnavailable: see there.
+        (All of these on every rank.)
     """
 
     def __init__(self, world: World, cfg: GroupConfig) -> None:
         world.check_open()
         self.is_closed = True  # until there is something to close
+        start_epoch = _agree_on_settings(world, cfg)
+        cfg.check_ranks(world.size)
         self.serial = next(_serials)
         self.world = world
         self.cfg = cfg
         self.rank = world.rank
         self.num_ranks = world.size
-        self.num_local_experts = cfg.num_experts // max(self.num_ranks, 1)
+        self.num_local_experts = cfg.num_experts // self.num_ranks
         self.lock = threading.RLock()
         self._process = os.getpid()
         self._last_stream: Stream | None = None
         self._broken: CuepError | None = None
+        self._tickets = itertools.count(1)
+        self._in_flight: deque[tuple[int, tuple[Any, ...]]] = deque()
         self._handle_serials = itertools.count(1)
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
-        _agree_on_settings(world, cfg)
-        cfg.check_ranks(self.num_ranks)
         with world.backend.active():
-            self._allocate()
+            self._allocate(start_epoch)
         world.register(self)
 
-    def _allocate(self) -> None:
+    def _allocate(self, start_epoch: int) -> None:
         backend = self.world.backend
-        start_epoch = env.start_epoch()
         self.arena = layout.arena(self.cfg, self.num_ranks)
         self.memory = backend.symmetric(self.arena.num_bytes)
         self.is_closed = False
@@ -88,7 +92,8 @@ class Group:
             self.report = Report(backend.pinned(layout.REPORT_BYTES), self.rank)
             self.mode = LowLatency(self) if self.cfg.mode == "ll" else HighThroughput(self)
         except CuepError:  # raised on every rank
-            self.close()
+            self.is_closed = True
+            self.memory.free()
             raise
         backend.synchronize()
         self.world.comm.barrier()  # nobody sends before every arena is ready
@@ -133,17 +138,31 @@ class Group:
             stream: where to enqueue; None = the current stream of topk_idx's framework.
 
         Both arrays are read in stream order: by this call (ht), or by the first dispatch (ll).
+
+        Raises:
+            ArgumentError, ArgumentTypeError: an argument does not fit. ClosedError, PeerTimeout: see Group.check.
+            MemoryError: no room for what the handle owns (cuep.footprint).
         """
-        handle = Handle(self, next(self._handle_serials))
-        self._handles[handle.serial] = handle
-        handle.route(topk_idx, topk_weights, stream)
+        with self.lock:
+            self._check_usable()
+            try:
+                handle = Handle(self, next(self._handle_serials))
+            except MemoryError:
+                self.mode.refuse_route(self.fallback_stream())  # the peers wait for this rank's part
+                raise
+            self._handles[handle.serial] = handle
+            handle.route(topk_idx, topk_weights, stream)
         return handle
 
     def check(self) -> None:
         """Wait for everything enqueued so far and raise what went wrong on the device or on another rank.
 
         Raises:
-            PeerTimeout, PeerRefused, DeviceError; ArgumentError for expert ids out of range since the last check.
+            PeerTimeout: a peer did not do its part in time. The group can only be closed afterwards.
+            PeerRefused: a peer refused its part of an operation since the last check, which did nothing on any rank.
+            ArgumentError: since the last check there were expert ids out of range; ids that fill an expert's zone
+                beyond its rows; or an expert_out with fewer rows than were received.
+            DeviceError: a kernel failed. ClosedError: the group is closed or broke down. OrderError: inside a capture.
         """
         with self.finished("check"):
             num_bad_ids = self.report.take_bad_ids()
@@ -152,16 +171,36 @@ class Group:
                     f"topk_idx had {num_bad_ids} ids outside [-1, {self.cfg.num_experts}); they were treated as -1"
                 )
 
-    def enter(self, stream: Any, like: Any) -> Stream:
-        """Choose the stream of an operation and put it behind the group's previous one. `lock` must be held."""
+    def begin(self) -> Stream:
+        """Start a call; returns the stream for a refusal, should the call's own stream not be known. Hold `lock`."""
         self._check_usable()
-        self.raise_pending()
+        if self.report.has_timed_out:
+            self._break_down()
+        self._release_finished()
+        return self.fallback_stream()
+
+    def fallback_stream(self) -> Stream:
+        return self._last_stream or self.world.backend.stream(None)
+
+    def choose_stream(self, stream: Any, like: Any) -> Stream:
+        """The stream of an operation, put behind the group's previous one."""
         chosen: Stream = self.world.backend.stream(stream, like)
         last = self._last_stream
         if last is not None and last.key != chosen.key and not (chosen.is_capturing() or last.is_capturing()):
             chosen.wait(last.record())
         self._last_stream = chosen
         return chosen
+
+    def take_ticket(self, *objects: Any) -> int:
+        """Number a launch, and keep what it reads and writes until the device says that it is over."""
+        ticket = next(self._tickets) & 0xFFFFFFFF
+        self._in_flight.append((ticket, objects))
+        return ticket
+
+    def _release_finished(self) -> None:
+        done = self.report.ticket
+        while self._in_flight and (done - self._in_flight[0][0]) & 0xFFFFFFFF < 2**31:
+            self._in_flight.popleft()
 
     def leave(self, chosen: Stream) -> None:
         """After an operation was launched: on a synchronous stream it is over, so raise what came of it."""
@@ -178,31 +217,38 @@ class Group:
                     raise OrderError(f"{call} waits for the device, which a stream capture does not allow")
                 self._last_stream.synchronize()
             self.raise_pending()
+            self._release_finished()
             yield
 
     def raise_pending(self) -> None:
         """Raise what the device has reported so far; does not wait."""
-        if not self.report.has_news():
-            return
-        timeout = self.report.timeout(float(self.cfg.timeout_s or 0))
-        if timeout is not None:
-            self._broken = timeout
-            raise timeout
-        refusal = self.report.take_refusal()
-        if refusal is None:
-            return
-        has_overflow = self.report.take_overflow()
-        if refusal["rank"] == self.rank and not has_overflow:
-            return  # the call that was refused has raised its error already
-        handle = self._handles.get(refusal["handle"])
-        if handle is not None:
-            handle.was_refused(refusal["op"])
-        if has_overflow:
-            raise ArgumentError(
-                f"{refusal['op']}: topk_idx names an expert more than max_tokens_per_rank="
-                f"{self.cfg.max_tokens_per_rank} times, which its zone has no rows for; nothing was dispatched"
+        if self.report.has_timed_out:
+            self._break_down()
+        error: CuepError | None = None
+        for refusal in self.report.take_refusals():
+            if refusal.rank == self.rank and refusal.cause is Cause.CALL:
+                continue  # the call that was refused has raised its error already
+            handle = self._handles.get(refusal.handle)
+            if handle is not None:
+                handle.was_refused(refusal)
+            error = error or self._refusal_error(refusal)
+        if error is not None:
+            raise error
+
+    def _refusal_error(self, refusal: Refusal) -> CuepError:
+        name = refusal.operation
+        if refusal.cause is Cause.ZONE_FULL:
+            return ArgumentError(
+                f"{name}: topk_idx names an expert more than max_tokens_per_rank={self.cfg.max_tokens_per_rank} times, "
+                "which its zone has no rows for; nothing was dispatched"
             )
-        raise PeerRefused(f"{refusal['op']}: rank {refusal['rank']} refused its call, so it did nothing on any rank")
+        if refusal.cause is Cause.TOO_FEW_ROWS:
+            return ArgumentError(f"{name}: expert_out has fewer rows than were received; nothing was combined")
+        return PeerRefused(f"{name}: rank {refusal.rank} refused its call, so it did nothing on any rank")
+
+    def _break_down(self) -> None:
+        self._broken = self.report.timeout(float(self.cfg.timeout_s or 0))
+        raise self._broken
 
     def _check_usable(self) -> None:
         if self.is_closed:
@@ -213,31 +259,47 @@ class Group:
             raise ClosedError(f"this group broke down and can only be closed: {self._broken}")
 
     def close(self) -> None:
-        """Free the group's memory. Collective; twice is fine. After a PeerTimeout it is local, and memory is leaked."""
+        """Free the group's memory. Collective; twice is fine.
+
+        Waits for what is enqueued, and for the peers at most timeout_s: what was not freed by then is leaked. On a rank
+        that saw a PeerTimeout it is local, and memory is leaked.
+
+        Raises:
+            what check() would have raised, after closing; PeerTimeout if the peers did not come.
+        """
         with self.lock:
             if self.is_closed:
                 return
-            self.is_closed = True
-            for handle in list(self._handles.values()):
-                handle.close()
-            if self._broken is not None:
-                self.memory.leak()
-                return
-            if self._last_stream is not None:
-                self._last_stream.synchronize()
-            try:
-                self.world.comm.barrier()  # a peer may still be storing into this arena
-            except Exception as error:  # the communicator is gone, so nothing collective is possible any more
-                _log.warning("group %d leaks its memory, since its ranks cannot be reached: %s", self.serial, error)
-                self.memory.leak()
-                return
-            self.memory.free()
+            problem: CuepError | None = None
+            if self._broken is None:
+                try:
+                    self.check()
+                except CuepError as error:
+                    problem = error
+            is_late = self._broken is None and not self.world.meet(float(self.cfg.timeout_s or 0))
+            if is_late and problem is None:  # a peer may still be storing into this arena
+                problem = PeerTimeout("close: the peers did not close this group in time; its memory is leaked")
+            is_leaked = self._broken is not None or is_late
+            self._end(is_leaked=is_leaked)
+            if not is_leaked:
+                self.memory.free()
+            if problem is not None:
+                raise problem
 
     def abandon(self) -> None:
         """Local: what an exception leaves behind. Peers may be anywhere, so nothing collective is done."""
         if not self.is_closed:
-            self.is_closed = True
+            self._end(is_leaked=True)
+
+    def _end(self, *, is_leaked: bool) -> None:
+        self.is_closed = True
+        if is_leaked:  # kernels may still run
+            _leaked.append((self.memory, self.workspace, self.report, list(self._in_flight)))
+            _leaked.extend(handle.arrays for handle in self._handles.values())
             self.memory.leak()
+        for handle in list(self._handles.values()):
+            handle.close()
+        self.world.forget(self)
 
     def __enter__(self) -> Group:
         return self
@@ -248,19 +310,16 @@ class Group:
         else:
             self.abandon()
 
-    def __del__(self) -> None:
-        if not getattr(self, "is_closed", True):
-            warnings.warn(
-                f"cuep group {self.serial} was never closed; its memory is leaked", ResourceWarning, stacklevel=2
-            )
 
-
-def _agree_on_settings(world: World, cfg: GroupConfig) -> None:
-    """Collective: SettingsMismatch on every rank, naming each setting that differs."""
-    if not isinstance(cfg, GroupConfig):
-        mine: dict[str, Any] | str = f"cfg must be a GroupConfig, got {type(cfg).__name__}"
-    else:
-        mine = cfg.settings()
+def _agree_on_settings(world: World, cfg: GroupConfig) -> int:
+    """Collective: SettingsMismatch on every rank, naming each setting that differs. Returns the first epoch."""
+    mine: dict[str, Any] | str
+    try:
+        if not isinstance(cfg, GroupConfig):
+            raise ArgumentTypeError(f"cfg must be a GroupConfig, got {type(cfg).__name__}")
+        mine = cfg.settings() | {"CUEP_START_EPOCH": env.start_epoch()}
+    except CuepError as error:
+        mine = str(error)
     everyone = world.comm.allgather(mine)
     for rank, settings in enumerate(everyone):
         if isinstance(settings, str):
@@ -269,3 +328,4 @@ def _agree_on_settings(world: World, cfg: GroupConfig) -> None:
     if differing:
         values = "; ".join(f"{name}: {[settings[name] for settings in everyone]}" for name in differing)
         raise SettingsMismatch(f"GroupConfig differs between ranks 0 to {world.size - 1}: {values}")
+    return int(everyone[0]["CUEP_START_EPOCH"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cuep import arrays, layout
 from cuep.backend import Array
 from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, OrderError
-from cuep.status import OPERATIONS
+from cuep.status import ROUTE, Refusal
 
 if TYPE_CHECKING:
     from cuep.group import Group
@@ -37,6 +37,7 @@ class Received:
         topk_idx: int32 [N*B, K], local expert or -1 of every row; -1 in rows beyond total (ht).
         topk_weights: float32 [N*B, K], 0 where topk_idx is -1; None if the handle has no weights (ht).
         total: int32 [1], rows received.
+        handle: the handle that owns these arrays.
     """
 
     tokens: Any
@@ -44,6 +45,7 @@ class Received:
     src_rank_counts: Any
     source: Any
     total: Any
+    handle: Handle = field(repr=False)
     expert_offsets: Any = None
     topk_idx: Any = None
     topk_weights: Any = None
@@ -73,6 +75,7 @@ class Handle:
         self.is_closed = False
         self._group = group
         self._stage = Stage.UNROUTED
+        self._newest = 0  # ticket of the newest launch on this handle
         self._exports: dict[tuple[str, str, int], Any] = {}
         backend = group.world.backend
         self.arrays: dict[str, Array] = {
@@ -85,10 +88,11 @@ class Handle:
     def route(self, topk_idx: Any, topk_weights: Any, stream: Any) -> None:
         group = self._group
         with group.lock:
-            chosen = group.enter(stream, topk_idx)
+            chosen = group.begin()
             self._check_open()
             self._stage = Stage.UNROUTED
             try:
+                chosen = group.choose_stream(stream, topk_idx)
                 self._take_routing(topk_idx, topk_weights)
             except (ArgumentError, ArgumentTypeError):
                 group.mode.refuse_route(chosen)  # the peers wait for this rank's part
@@ -98,7 +102,11 @@ class Handle:
             group.leave(chosen)
 
     def update(self, topk_idx: Any, topk_weights: Any = None, *, stream: Any = None) -> None:
-        """Give the handle a new routing, as create_handle does, without allocating. ht: collective."""
+        """Give the handle a new routing, as create_handle does, without allocating. ht: collective.
+
+        Raises:
+            as Group.create_handle. A handle whose update was refused has no routing.
+        """
         self.route(topk_idx, topk_weights, stream)
 
     def dispatch(self, x: Any, *, stream: Any = None) -> Received:
@@ -112,30 +120,37 @@ class Handle:
             Received: what this rank's experts get, complete in stream order.
 
         Raises:
-            ArgumentError, ArgumentTypeError: x does not fit; the peers raise PeerRefused and the next call works.
+            ArgumentError, ArgumentTypeError: x or stream does not fit, or (ht) other handles hold all receive buffers;
+                nothing is dispatched on any rank, and the next dispatch works.
             OrderError: the handle has no routing. Nothing is sent.
+            ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
         group, cfg = self._group, self._group.cfg
         with group.lock:
-            chosen = group.enter(stream, x)
+            chosen = group.begin()
             self._check_open()
             if self._stage is Stage.UNROUTED:
                 raise OrderError(f"dispatch: this handle {self._stage.value}")
             try:
+                chosen = group.choose_stream(stream, x)
                 view = arrays.view(x, "x", group.world.backend)
                 arrays.check_matrix(view, "x", self.num_tokens, cfg.hidden, (cfg.dtype,))
-                _check_rows(view, "x", cfg.row_bytes)
+                arrays.check_rows(view, "x", cfg.row_bytes)
                 group.mode.prepare_dispatch(self)
+                _check_apart(view, group.mode.recv_range(self))
             except (ArgumentError, ArgumentTypeError):
+                self._stage = Stage.ROUTED
                 group.mode.refuse_dispatch(self, chosen)  # the peers wait for this rank's part
                 raise
-            group.mode.dispatch(self, view, chosen)
+            self._newest = group.mode.dispatch(self, view, chosen)
             self._stage = Stage.DISPATCHED
             group.leave(chosen)
         return self._received(arrays.framework(x))
 
     def combine(self, expert_out: Any, *, stream: Any = None) -> Any:
         """Bring the experts' outputs home. Collective; once after each dispatch.
+
+        A combine that was refused on any rank must be preceded by a dispatch again.
 
         Args:
             expert_out: outputs in the order of Received.tokens: [L, N*B, H] (ll); [rows, H] with at least the received
@@ -147,32 +162,39 @@ class Handle:
             order of rank; in fp32, rounded once. It belongs to the handle and holds until its next combine.
 
         Raises:
-            ArgumentError, ArgumentTypeError: expert_out does not fit; the peers raise PeerRefused.
+            ArgumentError, ArgumentTypeError: expert_out or stream does not fit; nothing is combined on any rank.
             OrderError: the handle was not dispatched, or combined already. Nothing is sent.
+            ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
         group = self._group
         with group.lock:
-            chosen = group.enter(stream, expert_out)
+            chosen = group.begin()
             self._check_open()
             if self._stage is not Stage.DISPATCHED:
                 raise OrderError(f"combine: this handle {self._stage.value}")
             try:
+                chosen = group.choose_stream(stream, expert_out)
                 view = arrays.view(expert_out, "expert_out", group.world.backend)
                 group.mode.check_expert_out(self, view)
             except (ArgumentError, ArgumentTypeError):
+                self._stage = Stage.ROUTED
                 group.mode.refuse_combine(self, chosen)  # the peers wait for this rank's part
                 raise
-            group.mode.combine(self, view, chosen)
+            self._newest = group.mode.combine(self, view, chosen)
             self._stage = Stage.COMBINED
             group.leave(chosen)
         return self._combined(arrays.framework(expert_out))
 
     def num_recv_tokens(self) -> int:
-        """Rows received: ll after dispatch, ht after create_handle or update. Waits for the device."""
+        """Rows received: ll after dispatch, ht after create_handle or update. Waits for the device.
+
+        Raises:
+            OrderError: too early, or inside a capture. Otherwise as Group.check.
+        """
         return int(self._read_counts("num_recv_tokens", "total")[0])
 
     def host_counts(self) -> npt.NDArray[np.int32]:
-        """Received.expert_counts on the host, int32 [L]. Waits for the device."""
+        """Received.expert_counts on the host, int32 [L]. Waits for the device. Raises as num_recv_tokens."""
         return self._read_counts("host_counts", "expert_counts")
 
     def _read_counts(self, call: str, name: str) -> npt.NDArray[np.int32]:
@@ -183,10 +205,12 @@ class Handle:
                 raise OrderError(f"{call}: this handle {self._stage.value}")
             return self._group.world.backend.to_numpy(self.arrays[name])
 
-    def was_refused(self, operation: str) -> None:
+    def was_refused(self, refusal: Refusal) -> None:
         """The group learnt that an operation on this handle did nothing."""
-        is_route = operation == OPERATIONS[0]
-        self._stage = Stage.UNROUTED if is_route else Stage.ROUTED
+        if refusal.operation == ROUTE:
+            self._stage = Stage.UNROUTED
+        elif refusal.ticket == self._newest:  # what came after it was an operation again
+            self._stage = Stage.ROUTED
 
     def close(self) -> None:
         """Give back what the handle holds. Local; twice is fine."""
@@ -214,9 +238,8 @@ class Handle:
         if key not in self._exports:
             backend = self._group.world.backend
             fields = self._group.mode.received(self)
-            self._exports[key] = Received(**{k: arrays.export(v, framework, backend) for k, v in fields.items()})
-        received: Received = self._exports[key]
-        return received
+            self._exports[key] = {k: arrays.export(v, framework, backend) for k, v in fields.items()}
+        return Received(handle=self, **self._exports[key])  # not kept: it would keep the handle alive
 
     def _combined(self, framework: str) -> Any:
         key = ("y", framework, self.num_tokens)
@@ -233,16 +256,12 @@ class Handle:
 def _check_contiguous(view: arrays.View, name: str) -> None:
     if not view.is_contiguous:
         raise ArgumentError(f"{name} must be C-contiguous, got strides {view.strides} bytes")
+    if view.address % np.dtype(view.dtype).itemsize:
+        raise ArgumentError(f"{name} must be aligned to its elements, got address {view.address:#x}")
 
 
-def _check_rows(view: arrays.View, name: str, row_bytes: int) -> None:
-    if not all(view.shape):
-        return
-    elem_bytes = row_bytes // view.shape[-1]
-    if view.strides[-1] != elem_bytes and view.shape[-1] > 1:
-        raise ArgumentError(f"{name}: elements of a row must be adjacent, got strides {view.strides} bytes")
-    if view.address % 16 or (view.shape[0] > 1 and (view.strides[0] % 16 or view.strides[0] < row_bytes)):
-        raise ArgumentError(
-            f"{name}: rows must be 16-byte aligned and must not overlap, got address {view.address:#x}, "
-            f"strides {view.strides} bytes"
-        )
+def _check_apart(x: arrays.View, written: tuple[int, int]) -> None:
+    """x must not lie in what its own dispatch writes."""
+    end = x.address + (x.shape[0] - 1) * x.strides[0] + 1 if x.shape[0] else x.address
+    if x.address < written[1] and written[0] < end:
+        raise ArgumentError("x lies in this handle's own Received.tokens, which its dispatch writes")

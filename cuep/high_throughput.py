@@ -5,11 +5,13 @@ Protocols: kernels_cu/README.md.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cuep import layout
-from cuep.arrays import View
+from cuep.arrays import View, check_rows
 from cuep.backend import Array, Record, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.launching import ModeKernel, elem_type
@@ -31,7 +33,7 @@ class HandleState:
     dispatch: Record
     combine: Record
     buffer: int | None = None
-    kept: tuple[Any, ...] = ()  # arrays that enqueued kernels read
+    give_back: Callable[[], Any] | None = None  # the buffer; runs by itself when the handle is dropped
 
 
 class HighThroughput:
@@ -64,8 +66,8 @@ class HighThroughput:
         return self._records(handle)
 
     def detach(self, handle: Handle) -> None:
-        if handle.state is not None and handle.state.buffer is not None:
-            self._free_buffers.append(handle.state.buffer)
+        if handle.state is not None and handle.state.give_back is not None:
+            handle.state.give_back()
         handle.state = None
 
     def route(self, handle: Handle, stream: Stream) -> None:
@@ -75,36 +77,36 @@ class HighThroughput:
         record["is_int64"] = idx.dtype == "int64"
         record["topk_weights"] = 0 if weights is None else weights.address
         record["num_tokens"] = handle.num_tokens
-        self._route.launch(record, stream)
-        handle.state.kept = (idx, weights)
+        self._route.launch(record, stream, handle.arrays, idx, weights)
         handle.topk_idx = handle.topk_weights = None
 
     def refuse_route(self, stream: Stream) -> None:
         self._launch_refusal(self._route, self._refusal.route, stream)
 
     def prepare_dispatch(self, handle: Handle) -> None:
-        """Take a receive buffer at the handle's first dispatch; it stays the handle's until close()."""
+        """Take a receive buffer at the handle's first dispatch; the handle keeps it until it is closed or dropped."""
         if handle.state.buffer is not None:
             return
         if not self._free_buffers:
             raise ArgumentError(
-                f"dispatch: all {self._group.cfg.num_buffers} receive buffers are held by other handles; close one, or "
-                f"make the group with num_buffers > {self._group.cfg.num_buffers}"
+                f"dispatch: all {self._group.cfg.num_buffers} receive buffers are held by other handles; close or drop "
+                f"one, or make the group with num_buffers > {self._group.cfg.num_buffers}"
             )
-        handle.state.buffer = self._free_buffers.pop(0)
+        buffer = self._free_buffers.pop(0)
+        handle.state.buffer = buffer
+        handle.state.give_back = weakref.finalize(handle, self._free_buffers.append, buffer)
 
-    def dispatch(self, handle: Handle, x: View, stream: Stream) -> None:
+    def dispatch(self, handle: Handle, x: View, stream: Stream) -> int:
         record = handle.state.dispatch
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
         record["buffer"] = handle.state.buffer
         record["num_tokens"] = handle.num_tokens
         record["is_refused"] = False
-        self._dispatch.launch(record, stream)
-        handle.state.kept = (x.owner,)
+        return self._dispatch.launch(record, stream, handle.arrays, x)
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
-        self._launch_refusal(self._dispatch, handle.state.dispatch, stream)
+        self._launch_refusal(self._dispatch, handle.state.dispatch, stream, handle.arrays)
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         cfg = self._group.cfg
@@ -112,18 +114,25 @@ class HighThroughput:
             raise ArgumentTypeError(f"expert_out has dtype {expert_out.dtype}, allowed: {cfg.dtype}")
         if len(expert_out.shape) != 2 or expert_out.shape[1] != cfg.hidden:
             raise ArgumentError(f"expert_out has shape {list(expert_out.shape)}, allowed: [rows, {cfg.hidden}]")
+        check_rows(expert_out, "expert_out", cfg.row_bytes)
 
-    def combine(self, handle: Handle, expert_out: View, stream: Stream) -> None:
+    def combine(self, handle: Handle, expert_out: View, stream: Stream) -> int:
         record = handle.state.combine
         record["expert_out"] = expert_out.address
         record["expert_out_stride"] = expert_out.strides[0]
         record["num_tokens"] = handle.num_tokens
+        record["num_rows"] = min(expert_out.shape[0], self._max_rows)
         record["is_refused"] = False
-        self._combine.launch(record, stream)
-        handle.state.kept += (expert_out.owner,)
+        return self._combine.launch(record, stream, handle.arrays, expert_out)
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
-        self._launch_refusal(self._combine, handle.state.combine, stream)
+        self._launch_refusal(self._combine, handle.state.combine, stream, handle.arrays)
+
+    def recv_range(self, handle: Handle) -> tuple[int, int]:
+        """Addresses between which dispatch writes rows."""
+        num_bytes = self._max_rows * self._group.cfg.row_bytes
+        first = self._group.memory.address + self._group.arena.offsets["recv_tokens"] + handle.state.buffer * num_bytes
+        return first, first + num_bytes
 
     def received(self, handle: Handle) -> dict[str, Array]:
         group, cfg, buffer = self._group, self._group.cfg, handle.state.buffer
@@ -143,10 +152,10 @@ class HighThroughput:
             del fields["topk_weights"]
         return fields | {name: handle.arrays[name] for name in ("src_rank_counts", "expert_counts", "total")}
 
-    def _launch_refusal(self, kernel: ModeKernel, record: Record, stream: Stream) -> None:
+    def _launch_refusal(self, kernel: ModeKernel, record: Record, stream: Stream, *objects: Any) -> None:
         record["num_tokens"] = 0
         record["is_refused"] = True
-        kernel.launch(record, stream)
+        kernel.launch(record, stream, *objects)
         record["is_refused"] = False
 
     def _records(self, handle: Handle | None) -> HandleState:

@@ -48,6 +48,7 @@ class ModeKernel:
         most_blocks: int | None = None,
     ) -> None:
         """most_blocks: what the kernel can use; None: as many as num_sms and the device allow."""
+        self._group = group
         mode = group.cfg.mode
         variant = group.cfg.variants.get(op, default_variant)
         known = jit.variants(f"{mode}_{op}")
@@ -67,5 +68,9 @@ class ModeKernel:
                 record[name] = values[name]
         return record
 
-    def launch(self, record: Record, stream: Stream) -> None:
+    def launch(self, record: Record, stream: Stream, *objects: Any) -> int:
+        """Enqueue it; `objects` live until it has run. Returns the launch's ticket."""
+        ticket = self._group.take_ticket(*objects)
+        record["ticket"] = ticket
         self._kernel.launch(self.grid, record, stream)
+        return ticket

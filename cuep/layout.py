@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from cuep.config import GroupConfig
+from cuep.errors import ArgumentTypeError
 
 ALIGNMENT = 256  # bytes; of every region of the arena
 CONTROL_BYTES = 40  # struct Control in operation.cuh
-REPORT_BYTES = 52  # struct Report
+REPORT_BYTES = 136  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
 
@@ -48,7 +50,7 @@ def arena(cfg: GroupConfig, num_ranks: int) -> Arena:
 
 
 def _words(*shape: int) -> Region:
-    return Region(int(np.prod(shape)) * WORD_BYTES, is_words=True)
+    return Region(math.prod(shape) * WORD_BYTES, is_words=True)
 
 
 def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
@@ -147,7 +149,7 @@ def dtype_of(name: Any) -> np.dtype[Any]:
 
 
 def num_bytes(shapes: Shapes) -> int:
-    return sum(int(np.prod(shape)) * dtype_of(dtype).itemsize for shape, dtype in shapes.values())
+    return sum(math.prod(shape) * dtype_of(dtype).itemsize for shape, dtype in shapes.values())
 
 
 def footprint(cfg: GroupConfig, num_ranks: int) -> dict[str, int]:
@@ -160,6 +162,8 @@ def footprint(cfg: GroupConfig, num_ranks: int) -> dict[str, int]:
     Raises:
         ArgumentError: the settings do not work on `num_ranks` ranks.
     """
+    if not isinstance(cfg, GroupConfig):
+        raise ArgumentTypeError(f"cfg must be a GroupConfig, got {type(cfg).__name__}")
     cfg.check_ranks(num_ranks)
     return {
         "symmetric": arena(cfg, num_ranks).num_bytes,

@@ -23,7 +23,6 @@ class HandleState:
 
     dispatch: Record
     combine: Record
-    kept: tuple[Any, ...] = ()  # arrays that enqueued kernels read
 
 
 class LowLatency:
@@ -60,7 +59,7 @@ class LowLatency:
     def prepare_dispatch(self, handle: Handle) -> None:
         """Nothing to reserve."""
 
-    def dispatch(self, handle: Handle, x: View, stream: Stream) -> None:
+    def dispatch(self, handle: Handle, x: View, stream: Stream) -> int:
         record = handle.state.dispatch
         idx, weights = handle.topk_idx, handle.topk_weights
         if idx is not None:  # a new routing: the kernel reads the caller's arrays and keeps a copy
@@ -71,15 +70,15 @@ class LowLatency:
         record["x_stride"] = x.strides[0]
         record["num_tokens"] = handle.num_tokens
         record["is_refused"] = False
-        self._dispatch.launch(record, stream)
-        handle.state.kept = (x.owner, idx, weights)
+        ticket = self._dispatch.launch(record, stream, handle.arrays, x, idx, weights)
         if idx is not None and not stream.is_capturing():  # the copy serves the dispatches that follow
             record["topk_idx"] = address(handle.arrays["ids"])
             record["is_int64"] = False
             handle.topk_idx = handle.topk_weights = None
+        return ticket
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
-        self._launch_refusal(self._dispatch, handle.state.dispatch, stream)
+        self._launch_refusal(self._dispatch, handle.state.dispatch, stream, handle.arrays)
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         group, cfg = self._group, self._group.cfg
@@ -93,25 +92,29 @@ class LowLatency:
                 f"expert_out must be C-contiguous and 16-byte aligned, got strides {expert_out.strides} bytes"
             )
 
-    def combine(self, handle: Handle, expert_out: View, stream: Stream) -> None:
+    def combine(self, handle: Handle, expert_out: View, stream: Stream) -> int:
         record = handle.state.combine
         record["expert_out"] = expert_out.address
         record["num_tokens"] = handle.num_tokens
         record["is_refused"] = False
-        self._combine.launch(record, stream)
-        handle.state.kept += (expert_out.owner,)
+        return self._combine.launch(record, stream, handle.arrays, expert_out)
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
-        self._launch_refusal(self._combine, handle.state.combine, stream)
+        self._launch_refusal(self._combine, handle.state.combine, stream, handle.arrays)
+
+    def recv_range(self, handle: Handle) -> tuple[int, int]:
+        """Addresses between which dispatch writes rows."""
+        tokens = handle.arrays["tokens"]
+        return address(tokens), address(tokens) + tokens.nbytes
 
     def received(self, handle: Handle) -> dict[str, Array]:
         names = ("tokens", "expert_counts", "expert_offsets", "src_rank_counts", "source", "total")
         return {name: handle.arrays[name] for name in names}
 
-    def _launch_refusal(self, kernel: ModeKernel, record: Record, stream: Stream) -> None:
+    def _launch_refusal(self, kernel: ModeKernel, record: Record, stream: Stream, *objects: Any) -> None:
         record["num_tokens"] = 0
         record["is_refused"] = True
-        kernel.launch(record, stream)
+        kernel.launch(record, stream, *objects)
 
     def _records(self, handle: Handle | None) -> HandleState:
         """Params for a handle, or (None) for refusing a call that has no handle."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import enum
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,15 +12,33 @@ from cuep.errors import PeerTimeout
 from cuep.layout import REPORT_BYTES
 
 OPERATIONS = ("create_handle/update", "dispatch", "combine")  # enum Op
-PHASES = ("reuse of a buffer that the peer reads", "counts of the peer", "rows of the peer")  # enum Phase
+ROUTE = OPERATIONS[0]
+_PHASES = ("reuse of a buffer that the peer reads", "counts of the peer", "rows of the peer")  # enum Phase
+_REFUSALS_KEPT = 8  # kRefusalsKept
 
-_FIELDS = (
-    "timed_out op phase peer expected seen epoch num_refused refused_op refused_by refused_handle num_bad_ids "
-    "num_overflows".split()
-)
-_DTYPE = np.dtype([(name, "u4") for name in _FIELDS])
+_FIELDS = "timed_out op phase peer expected seen epoch num_bad_ids ticket num_refused".split()
+_DTYPE = np.dtype([*((name, "u4") for name in _FIELDS), ("refusals", "u4", (_REFUSALS_KEPT, 3))])
 assert _DTYPE.itemsize == REPORT_BYTES
-_TIMED_OUT, _NUM_REFUSED = _FIELDS.index("timed_out"), _FIELDS.index("num_refused")
+_TIMED_OUT, _TICKET = _FIELDS.index("timed_out"), _FIELDS.index("ticket")
+
+
+class Cause(enum.IntEnum):
+    """Why a rank refused, as its own report says (enum Cause)."""
+
+    CALL = 0
+    ZONE_FULL = 1
+    TOO_FEW_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A launch that did nothing because a rank refused its part of an operation."""
+
+    operation: str
+    cause: Cause
+    rank: int
+    handle: int
+    ticket: int
 
 
 class Report:
@@ -32,48 +51,43 @@ class Report:
         self._rank = rank
         self._refusals_seen = 0
         self._bad_ids_seen = 0
-        self._overflows_seen = 0
 
     @property
     def address(self) -> int:
         return int(self._memory.ctypes.data)
 
-    def has_news(self) -> bool:
-        """Whether timeout() or take_refusal() have something to say."""
-        return self._raw[_TIMED_OUT] != 0 or self._raw[_NUM_REFUSED] != self._refusals_seen
+    @property
+    def has_timed_out(self) -> bool:
+        return self._raw[_TIMED_OUT] != 0
 
-    def timeout(self, timeout_s: float) -> PeerTimeout | None:
-        """The error of the wait that ran out of time, or None."""
+    @property
+    def ticket(self) -> int:
+        """Of the last launch that is over."""
+        return self._raw[_TICKET]
+
+    def timeout(self, timeout_s: float) -> PeerTimeout:
+        """The error of the wait that ran out of time."""
         words = self._words
-        if not words["timed_out"]:
-            return None
-        awaited = PHASES[int(words["phase"])].replace("the peer", f"rank {int(words['peer'])}")
+        awaited = _PHASES[int(words["phase"])].replace("the peer", f"rank {int(words['peer'])}")
         return PeerTimeout(
             f"{OPERATIONS[int(words['op'])]}: rank {self._rank} waited more than {timeout_s:g} s for the {awaited} "
             f"(epoch {int(words['epoch'])}: expected {int(words['expected'])}, seen {int(words['seen'])}); "
             "the group can only be closed now"
         )
 
-    def take_refusal(self) -> dict[str, Any] | None:
-        """The newest operation that a rank refused, once: {"op", "rank", "handle"}."""
+    def take_refusals(self) -> list[Refusal]:
+        """The refused launches since the last call, the newest few if there were many."""
         count = int(self._words["num_refused"])
-        if count == self._refusals_seen:
-            return None
+        new = min((count - self._refusals_seen) % 2**32, _REFUSALS_KEPT)
         self._refusals_seen = count
-        return {
-            "op": OPERATIONS[int(self._words["refused_op"])],
-            "rank": int(self._words["refused_by"]),
-            "handle": int(self._words["refused_handle"]),
-        }
+        refusals = []
+        for number in range(count - new, count):
+            what, handle, ticket = (int(word) for word in self._words["refusals"][number % _REFUSALS_KEPT])
+            refusals.append(Refusal(OPERATIONS[what & 0xFF], Cause(what >> 8 & 0xFF), what >> 16, handle, ticket))
+        return refusals
 
     def take_bad_ids(self) -> int:
         """How many expert ids outside [-1, num_experts) were met since the last call."""
         count = int(self._words["num_bad_ids"])
         new, self._bad_ids_seen = (count - self._bad_ids_seen) % 2**32, count
         return new
-
-    def take_overflow(self) -> bool:
-        """Whether this rank's duplicate ids were too many for an expert's zone, once."""
-        count = int(self._words["num_overflows"])
-        is_new, self._overflows_seen = count != self._overflows_seen, count
-        return is_new

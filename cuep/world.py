@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-import weakref
+import time
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from cuep import env
 from cuep.backend import Backend, Comm
-from cuep.errors import ArgumentError, BackendUnavailable, ClosedError, CuepError, SettingsMismatch
+from cuep.errors import ArgumentError, ArgumentTypeError, BackendUnavailable, ClosedError, CuepError, SettingsMismatch
 
 if TYPE_CHECKING:
     from cuep.group import Group
 
 _log = logging.getLogger("cuep")
+_open_worlds: set[World] = set()  # until closed: kernels may use their memory
 
 
 class SingleComm:
@@ -43,14 +45,17 @@ class World:
         backend_reason: why this backend was chosen, for people.
     """
 
-    def __init__(self, comm: Comm, backend: Backend, backend_reason: str) -> None:
+    def __init__(self, comm: Comm, backend: Backend, backend_reason: str, *, owns_comm: bool) -> None:
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
         self.backend = backend
         self.backend_reason = backend_reason
         self.is_closed = False
-        self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
+        self._owns_comm = owns_comm
+        self._is_orderly = True  # all ranks have met whenever they should
+        self._groups: list[Group] = []
+        _open_worlds.add(self)
 
     def stream(self) -> Any:
         """A new stream: cupy.cuda.Stream, or the CPU backend's, which runs its kernels in order in a thread."""
@@ -62,18 +67,63 @@ class World:
             raise ClosedError("this world is closed")
 
     def register(self, group: Group) -> None:
-        self._groups.add(group)
+        self._groups.append(group)
+
+    def forget(self, group: Group) -> None:
+        if group in self._groups:
+            self._groups.remove(group)
+
+    def meet(self, seconds: float) -> bool:
+        """A barrier that lasts at most about so long, where the communicator has Ibarrier. False: not all ranks came.
+
+        Two in a row: a rank that gave up on the first one has left it behind, and its late peer must not take that for
+        the rank itself.
+        """
+        if not hasattr(self.comm, "Ibarrier"):
+            self.comm.barrier()
+            return True
+        self._is_orderly = self._is_orderly and self._pass_barrier(seconds) and self._pass_barrier(seconds)
+        return self._is_orderly
+
+    def _pass_barrier(self, seconds: float) -> bool:
+        request = self.comm.Ibarrier()  # type: ignore[attr-defined]
+        deadline = time.monotonic() + seconds
+        pause = 1e-5
+        while not request.Test():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        return True
 
     def close(self) -> None:
-        """Close groups that are still open, oldest first, then the backend. Collective; twice is fine."""
+        """Close groups that are still open, oldest first, then the backend. Collective; twice is fine.
+
+        Raises:
+            what Group.close raises for a group that was still open, after everything is closed.
+        """
         if self.is_closed:
             return
-        for group in sorted(self._groups, key=lambda g: g.serial):
-            if not group.is_closed:
-                _log.warning("group %d was not closed before its world", group.serial)
+        problem: CuepError | None = None
+        for group in list(self._groups):
+            _log.warning("group %d was not closed before its world", group.serial)
+            try:
                 group.close()
-        self.backend.close()
+            except CuepError as error:
+                problem = problem or error
+        self._end()
+        if problem is not None:
+            raise problem
+
+    def _end(self) -> None:
         self.is_closed = True
+        _open_worlds.discard(self)
+        if not self._is_orderly:
+            return
+        self.backend.close()
+        if self._owns_comm:
+            with suppress(Exception):  # MPI may be finalised
+                self.comm.Free()  # type: ignore[attr-defined]
 
     def __enter__(self) -> World:
         return self
@@ -83,9 +133,10 @@ class World:
             self.close()
             return
         # peers may be elsewhere: a collective close could wait for them for ever
-        for group in self._groups:
+        for group in list(self._groups):
             group.abandon()
-        self.is_closed = True
+        self._is_orderly = False
+        self._end()
 
 
 def init(comm: Comm | None = None, backend: str = "auto", device: int | None = None) -> World:
@@ -98,17 +149,18 @@ def init(comm: Comm | None = None, backend: str = "auto", device: int | None = N
         device: index of the GPU. None: the rank's number on its host, modulo the visible GPUs.
 
     Raises:
-        ArgumentError: unknown backend.
+        ArgumentError, ArgumentTypeError: unknown backend, no such device, or no communicator.
         BackendUnavailable: something that the backend needs is missing; says what, and how to get it.
         SettingsMismatch: ranks asked for different backends.
     """
-    if comm is None:
-        comm = _default_comm()
+    comm, owns_comm = _default_comm() if comm is None else _checked_comm(comm)
+    source = "CUEP_BACKEND" if backend == "auto" and env.backend() else "backend"
     wanted = env.backend() or "auto" if backend == "auto" else backend
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise ArgumentError(f"backend={wanted!r} is not allowed; allowed: 'auto', 'cpu', 'cuda'")
     usable = cuda_problem() is None if wanted == "auto" else False
     votes = comm.allgather((wanted, usable))
+    for rank, vote in enumerate(votes):
+        if vote[0] not in ("auto", "cpu", "cuda"):
+            raise ArgumentError(f"rank {rank}: {source}={vote[0]!r} is not allowed; allowed: 'auto', 'cpu', 'cuda'")
     if len({vote[0] for vote in votes}) > 1:
         raise SettingsMismatch(f"backend differs between ranks: {[vote[0] for vote in votes]}")
     if wanted == "auto":
@@ -117,7 +169,7 @@ def init(comm: Comm | None = None, backend: str = "auto", device: int | None = N
         reason = "every rank has a GPU" if not blind else f"no GPU on {_ranks(blind)}: {cuda_problem() or 'see there'}"
     else:
         name, reason = wanted, "asked for"
-    return World(comm, _make_backend(name, comm, device), reason)
+    return World(comm, _make_backend(name, comm, device), reason, owns_comm=owns_comm)
 
 
 def cuda_problem() -> str | None:
@@ -136,13 +188,30 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
 
 
-def _default_comm() -> Comm:
+def _default_comm() -> tuple[Comm, bool]:
     if not env.has_mpi_launcher():
-        return SingleComm()
-    from mpi4py import MPI
+        return SingleComm(), False
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise BackendUnavailable(f"an MPI launcher started this process, but mpi4py cannot be used: {error}") from error
+    return _checked_comm(MPI.COMM_WORLD)
 
-    comm: Comm = MPI.COMM_WORLD
-    return comm
+
+def _checked_comm(comm: Comm) -> tuple[Comm, bool]:
+    """The communicator to use, and whether it is cuep's own: a copy, so that cuep's calls meet nobody else's."""
+    try:
+        is_usable = isinstance(comm.rank, int) and comm.size >= 1
+        is_usable = is_usable and all(callable(getattr(comm, name)) for name in ("allgather", "bcast", "barrier"))
+    except Exception:  # mpi4py raises its own type for COMM_NULL
+        is_usable = False
+    if not is_usable:
+        raise ArgumentTypeError(
+            f"comm must have rank, size, allgather, bcast and barrier, got {type(comm).__name__}: {comm!r}"
+        )
+    if hasattr(comm, "Dup"):
+        return comm.Dup(), True
+    return comm, False
 
 
 def _make_backend(name: str, comm: Comm, device: int | None) -> Backend:

@@ -37,9 +37,11 @@ struct Params {
     Report* report;
     int64_t timeout_ns;
     int32_t num_tokens;
+    int32_t num_rows;  // of expert_out; fewer than were received: refused
     int32_t max_tokens;
     int32_t rank;
     uint32_t handle;
+    uint32_t ticket;
     bool is_refused;  // publish kRefused instead of pushing
 };
 
@@ -51,8 +53,8 @@ constexpr int kStageBytes = (kRowBytes + 127) / 128 * 128;
 constexpr int kSmemBytes = kNumPushWarps * kNumStages * (kStageBytes + 8);
 constexpr int kRanksInFlight = kNumRanks < 8 ? kNumRanks : 8;                         // rows that a lane reads at once
 constexpr int kVecsInFlight = kRanksInFlight <= 2 ? 4 : kRanksInFlight <= 4 ? 3 : 2;  // pieces of each
-static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
-static_assert(kNumStages >= 2, "a row is loaded while the one before it is stored");
+static_assert(kNumThreads > kNumRanks, "one thread for each rank, and one for the sum");
+static_assert(kNumStages >= 2 && kNumStages <= 32, "a row is loaded while the one before it is stored");
 CUEP_LAUNCH(kNumThreads, kSmemBytes)
 
 // Row of source rank src's answer to its slot-th token of rank dst, in dst's staging.
@@ -152,6 +154,7 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int t) {
         is_ok = wait_flag(op, flag_of(p, p.rank, lane, slot), Phase::kRows, lane, unused);
     }
     if (!__all_sync(0xffffffffu, is_ok)) return false;
+    __syncwarp();                   // a vote orders no memory: now every lane may read what one lane has waited for
     const uint4* terms[kNumRanks];  // null: this rank has none of the token's experts
 #pragma unroll
     for (int r = 0; r < kNumRanks; r++) {
@@ -205,19 +208,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_push(con
     __shared__ int32_t recv_base[kNumRanks + 1];
     __shared__ uint32_t totals[kNumRanks];
     const int tid = threadIdx.x, warp = warp_idx();
-    if ((p.state->refused | p.state->unrouted) != 0) {  // nothing was dispatched: no operation, no epoch, on any rank
-        if (blockIdx.x == 0 && tid == 0) report_refusal(p.report, Op::kCombine, p.state->refused_by, p.handle);
-        return;
-    }
-    const Operation op = begin_operation(p.control, p.report, p.timeout_ns, Op::kCombine);
+    if (is_skipped(p, (p.state->refused | p.state->unrouted) != 0)) return;
+    const bool is_refused = p.is_refused || p.recv_base[kNumRanks] > p.num_rows;  // of this rank
+    const Operation op = begin_operation(p, Op::kCombine);
     if (tid <= kNumRanks) recv_base[tid] = p.recv_base[tid];
 
     // staging must have been read by its owners before it is written again
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), 1, tid);
-    if (block_any(!is_ok)) return;
+    if (block_any(!is_ok || is_broken(op))) return;
+    fence_proxy_async();  // what peers read from staging comes before the bulk copies that write it
     if (blockIdx.x == 0 && tid < kNumRanks) {  // pairs with the wait for totals below
-        const uint32_t total = p.is_refused ? kRefused : static_cast<uint32_t>(recv_base[tid + 1] - recv_base[tid]);
+        const uint32_t total = is_refused ? kRefused : static_cast<uint32_t>(recv_base[tid + 1] - recv_base[tid]);
         st_relaxed_sys(total_of(p, tid, p.rank), tagged(op, total));
     }
 
@@ -228,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_push(con
             uint64_t* loaded =
                 reinterpret_cast<uint64_t*>(smem + kNumPushWarps * kNumStages * kStageBytes) + warp * kNumStages;
             for (int stage = 0; stage < kNumStages; stage++) mbarrier_init(loaded + stage);
-            if (!p.is_refused) push_rows(p, op, recv_base, warp, stages, loaded);
+            if (!is_refused) push_rows(p, op, recv_base, warp, stages, loaded);
         }
     } else {
         const int lane = lane_idx(), sum_warp = warp - kNumPushWarps;
@@ -236,9 +238,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_push(con
         if (lane < kNumRanks) is_ok = wait_word(op, total_of(p, p.rank, lane), lane, total);
         if (sum_warp == 0 && lane < kNumRanks) totals[lane] = total;
         is_ok = __all_sync(0xffffffffu, is_ok);
-        const bool is_refused = p.is_refused || __any_sync(0xffffffffu, total == kRefused);
+        const bool is_any_refused = is_refused || __any_sync(0xffffffffu, total == kRefused);
         const int step = gridDim.x * kNumSumWarps;
-        for (int t = sum_warp * gridDim.x + blockIdx.x; is_ok && !is_refused && t < p.num_tokens; t += step) {
+        for (int t = sum_warp * gridDim.x + blockIdx.x; is_ok && !is_any_refused && t < p.num_tokens; t += step) {
             is_ok = sum_token(p, op, t);
         }
     }
@@ -248,15 +250,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_push(con
     if (!is_last_block(op)) return;
     if (tid < kNumRanks && tid != p.rank) st_release_sys(done_of(p, tid, p.rank), tagged(op, 0));
     if (tid == 0) {
-        int refused_by = p.is_refused ? p.rank : -1;
+        int refused_by = is_refused ? p.rank : -1;
         for (int r = 0; r < kNumRanks; r++) {
             if (refused_by < 0 && totals[r] == kRefused) refused_by = r;
         }
-        if (refused_by >= 0) {
-            p.state->refused = 1;
-            p.state->refused_by = static_cast<uint32_t>(refused_by);
-            report_refusal(p.report, Op::kCombine, refused_by, p.handle);
-        }
+        if (refused_by >= 0) mark_refused(p, Op::kCombine, refused_by, Cause::kTooFewRows);
         end_operation(op);
     }
 }

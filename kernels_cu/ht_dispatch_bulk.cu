@@ -41,6 +41,7 @@ struct Params {
     int32_t rank;
     int32_t buffer;  // that this rank receives into
     uint32_t handle;
+    uint32_t ticket;
     bool is_refused;  // publish kRefused instead of a buffer
 };
 
@@ -49,7 +50,7 @@ constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 constexpr int kStageBytes = (kRowBytes + 127) / 128 * 128;
 constexpr int kSmemBytes = kNumWarps * kNumStages * (kStageBytes + 8);
 static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
-static_assert(kNumStages >= 2, "a row is loaded while the one before it is stored");
+static_assert(kNumStages >= 2 && kNumStages <= 32, "a row is loaded while the one before it is stored");
 CUEP_LAUNCH(kNumThreads, kSmemBytes)
 
 CUEP_DEVICE uint64_t* ready_of(const Params& p, int dst, int src) {
@@ -137,15 +138,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
     CUEP_DYNAMIC_SMEM(smem);
     __shared__ uint32_t buffers[kNumRanks];
     const int tid = threadIdx.x;
-    if (p.state->unrouted != 0) {  // nothing was routed: no operation, no epoch, on any rank
-        if (blockIdx.x == 0 && tid == 0) report_refusal(p.report, Op::kDispatch, p.state->refused_by, p.handle);
-        return;
-    }
-    const Operation op = begin_operation(p.control, p.report, p.timeout_ns, Op::kDispatch);
+    if (is_skipped(p, p.state->unrouted != 0)) return;
+    const Operation op = begin_operation(p, Op::kDispatch);
     uint8_t* stages = smem + warp_idx() * kNumStages * kStageBytes;
     uint64_t* loaded =
         reinterpret_cast<uint64_t*>(smem + kNumWarps * kNumStages * kStageBytes) + warp_idx() * kNumStages;
     for (int stage = 0; stage < kNumStages; stage++) mbarrier_init(loaded + stage);
+
+    if (block_any(is_broken(op))) return;
 
     // ready: what this rank's stream read from the buffer is read, so peers may fill it (pairs with the wait below)
     if (blockIdx.x == 0 && tid < kNumRanks) {
@@ -155,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
     bool is_ok = true;
     if (tid < kNumRanks) is_ok = wait_flag(op, ready_of(p, p.rank, tid), Phase::kReuse, tid, buffers[tid]);
     if (block_any(!is_ok)) return;
+    fence_proxy_async();  // what peers read from their buffers comes before the bulk copies that write them
     int refused_by = p.is_refused ? p.rank : -1;
     for (int r = 0; r < kNumRanks; r++) {
         if (refused_by < 0 && buffers[r] == kRefused) refused_by = r;
@@ -176,10 +177,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
     }
     if (block_any(!is_ok)) return;
     if (tid == 0) {
-        p.state->refused = refused_by >= 0;
-        p.state->refused_by = static_cast<uint32_t>(refused_by);
+        p.state->refused = 0;
         if (refused_by >= 0) {
-            report_refusal(p.report, Op::kDispatch, refused_by, p.handle);
+            mark_refused(p, Op::kDispatch, refused_by, Cause::kCall);
         } else {
             p.high_water[p.buffer] = *p.total;
         }

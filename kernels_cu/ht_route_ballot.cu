@@ -37,6 +37,7 @@ struct Params {
     int32_t num_tokens;
     int32_t rank;
     uint32_t handle;
+    uint32_t ticket;
     bool is_int64;
     bool is_refused;  // publish kRefused instead of counts
 };
@@ -227,9 +228,11 @@ CUEP_DEVICE void copy_routing(const Params& p, int block, int num_blocks) {
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_route_ballot(const __grid_constant__ Params p) {
     __shared__ Shared s;
     const int block = blockIdx.x, num_blocks = gridDim.x;
-    const Operation op = begin_operation(p.control, p.report, p.timeout_ns, Op::kRoute);
+    const Operation op = begin_operation(p, Op::kRoute);
     // two banks are enough: a rank that gets here has seen every peer start its previous routing
     const int bank = static_cast<int>(op.epoch) & (kNumBanks - 1);
+
+    if (block_any(is_broken(op))) return;
 
     // each block its part; with few blocks the last one has several
     int refused_by = -1;
@@ -239,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_route_ballot(con
             p.state->refused = 0;
             p.state->unrouted = refused_by >= 0;
             p.state->refused_by = static_cast<uint32_t>(refused_by);
-            if (refused_by >= 0) report_refusal(p.report, Op::kRoute, refused_by, p.handle);
+            if (refused_by >= 0) report_refusal(p, Op::kRoute, Cause::kCall, p.state->refused_by);
         }
         __syncthreads();
     }

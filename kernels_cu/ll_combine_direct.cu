@@ -40,6 +40,7 @@ struct Params {
     int32_t rank;
     int32_t num_banks;  // a power of two
     uint32_t handle;
+    uint32_t ticket;
     bool is_refused;  // publish kRefused instead of sending
 };
 
@@ -50,6 +51,7 @@ constexpr int kVecsPerThread = (kRowVecs + kNumThreads - 1) / kNumThreads;
 constexpr int kRowsInFlight = kNumTopk < 4 ? kNumTopk : 4;   // rows that a thread loads before it stores the first
 constexpr int kTermsInFlight = kNumTopk < 8 ? kNumTopk : 8;  // terms of a sum that a thread loads before it adds
 constexpr int kElemsPerVec = kPerVec<elem_t>;
+static_assert(kNumThreads >= kNumRanks && kNumThreads >= kNumTopk, "one thread for each rank, and for each k");
 CUEP_LAUNCH(kNumThreads, 0)
 
 CUEP_DEVICE uint4* home_row(const Params& p, int dst, int bank, int64_t token, int k) {
@@ -167,21 +169,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ll_combine_direct(const __grid_constant__ Params p) {
     __shared__ uint32_t totals[kNumRanks];
     const int tid = threadIdx.x;
-    if (p.state->refused != 0) {  // nothing was dispatched: no operation, no epoch, on any rank
-        if (blockIdx.x == 0 && tid == 0) report_refusal(p.report, Op::kCombine, p.state->refused_by, p.handle);
-        return;
-    }
+    if (is_skipped(p, p.state->refused != 0)) return;
     int most = 0;  // rows of the peer that is sent most
     for (int r = 0; r < kNumRanks; r++) {
         if (r != p.rank && !p.is_refused) most = max(most, p.num_rows[r]);
     }
-    const Operation op = begin_operation(p.control, p.report, p.timeout_ns, Op::kCombine);
+    const Operation op = begin_operation(p, Op::kCombine);
     const int bank = static_cast<int>(op.epoch) & (p.num_banks - 1);
 
     // the bank must have been read by every peer before it is written again
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), p.num_banks, tid);
-    if (block_any(!is_ok)) return;
+    if (block_any(!is_ok || is_broken(op))) return;
 
     // send all that this block owes before it waits for rows
     if (blockIdx.x == gridDim.x - 1 && tid < kNumRanks) {  // pairs with the wait for totals below
@@ -218,11 +217,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (!is_last_block(op)) return;
     if (tid < kNumRanks && tid != p.rank) st_release_sys(done_of(p, tid, p.rank), tagged(op, 0));
     if (tid == 0) {
-        if (refused_by >= 0) {
-            p.state->refused = 1;
-            p.state->refused_by = static_cast<uint32_t>(refused_by);
-            report_refusal(p.report, Op::kCombine, refused_by, p.handle);
-        }
+        if (refused_by >= 0) mark_refused(p, Op::kCombine, refused_by, Cause::kCall);
         end_operation(op);
     }
 }

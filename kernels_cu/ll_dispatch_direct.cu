@@ -50,6 +50,7 @@ struct Params {
     int32_t rank;
     int32_t num_banks;  // a power of two
     uint32_t handle;
+    uint32_t ticket;
     bool is_int64;
     bool is_refused;  // publish kRefused instead of sending
 };
@@ -58,6 +59,7 @@ constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 constexpr int kNumPeers = kNumRanks - 1;
 constexpr int kRowVecs = kRowBytes / 16;
 constexpr int kVecsPerThread = (kRowVecs + kNumThreads - 1) / kNumThreads;
+static_assert(kNumThreads >= kNumRanks && kNumThreads >= kNumTopk, "one thread for each rank, and for each k");
 CUEP_LAUNCH(kNumThreads, 0)
 
 struct Shared {
@@ -135,7 +137,6 @@ CUEP_DEVICE void publish_counts(const Params& p, const Operation& op, int bank, 
     bool is_over = false;
     for (int e = tid; e < kNumExperts; e += kNumThreads) is_over |= s.experts[e] > p.max_tokens;
     is_over = block_any(is_over);
-    if (is_over && tid == 0) atom_add_relaxed_sys(&p.report->num_overflows, 1u);
     for (int e = tid; e < kNumExperts; e += kNumThreads) {  // pairs with wait_counts
         uint64_t* counts = counts_of(p, e / kNumLocalExperts, bank, p.rank);
         st_relaxed_sys(counts + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(s.experts[e])));
@@ -374,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     __shared__ Shared s;
     const int tid = threadIdx.x;
     const bool is_writer = blockIdx.x == gridDim.x - 1;  // of counts: the block with the fewest tokens
-    const Operation op = begin_operation(p.control, p.report, p.timeout_ns, Op::kDispatch);
+    const Operation op = begin_operation(p, Op::kDispatch);
     const int bank = static_cast<int>(op.epoch) & (p.num_banks - 1);
 
     // the bank must have been read by every peer before it is written again; meanwhile the first token comes in
@@ -387,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), p.num_banks, tid);
-    if (block_any(!is_ok)) return;
+    if (block_any(!is_ok || is_broken(op))) return;
 
     // send all that this block owes before it waits for rows
     if (is_writer) publish_counts(p, op, bank, s);
@@ -420,9 +421,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (!is_last_block(op)) return;
     if (tid < kNumRanks && tid != p.rank) st_release_sys(done_of(p, tid, p.rank), tagged(op, 0));
     if (tid == 0) {
-        p.state->refused = refused_by >= 0;
-        p.state->refused_by = static_cast<uint32_t>(refused_by);
-        if (refused_by >= 0) report_refusal(p.report, Op::kDispatch, refused_by, p.handle);
+        p.state->refused = 0;
+        if (refused_by >= 0) mark_refused(p, Op::kDispatch, refused_by, Cause::kZoneFull);
         end_operation(op);
     }
 }

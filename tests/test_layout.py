@@ -86,11 +86,17 @@ def test_regions_do_not_overlap(mode: str) -> None:
         ({"mode": "fast"}, "mode='fast' is not allowed; allowed: 'll' or 'ht'"),
         ({"layout": "flat"}, r"layout='flat' is not allowed; allowed: \('expert_major',\) with mode='ll'"),
         ({"hidden": 7}, "hidden=7 is not allowed; .*a multiple of 8 with bfloat16"),
-        ({"num_topk": 33}, "num_topk=33 is not allowed; allowed: 1 to 32"),
+        ({"num_topk": 33}, "num_topk=33 is not allowed; allowed: a whole number from 1 to 32"),
         ({"num_topk": True}, "num_topk=True"),
         ({"num_experts": 0}, "num_experts=0"),
         ({"max_tokens_per_rank": 2.5}, "max_tokens_per_rank=2.5"),
         ({"dtype": "float64"}, "dtype='float64'"),
+        ({"mode": ["ll"]}, "mode="),
+        ({"variants": None}, "variants=None"),
+        ({"variants": {"dispach": "direct"}}, "variants="),
+        ({"num_buffers": 2.0}, "num_buffers=2.0"),
+        ({"max_tokens_per_rank": 2**62}, "max_tokens_per_rank="),
+        ({"timeout_s": True}, "timeout_s=True"),
         ({"num_buffers": 3}, "num_buffers=3 is not allowed; allowed: 1, 2, 4 or 8"),
         ({"timeout_s": -1}, "timeout_s=-1"),
         ({"num_sms": 0}, "num_sms=0"),
@@ -109,8 +115,16 @@ def test_fields_that_do_not_exist_are_refused() -> None:
 def test_footprint_needs_a_split_of_experts() -> None:
     with pytest.raises(cuep.ArgumentError, match="256 experts on 3 ranks"):
         cuep.footprint(config(), 3)
-    with pytest.raises(cuep.ArgumentError, match="at most 32 ranks, got 64"):
-        cuep.footprint(config(), 64)
+    for num_ranks in (64, 0, -1, 1.0, True, None):
+        with pytest.raises(cuep.ArgumentError, match="num_ranks="):
+            cuep.footprint(config(), num_ranks)
+    with pytest.raises(cuep.ArgumentError, match="max_tokens_per_rank=16777216 is too large"):
+        cuep.footprint(config(max_tokens_per_rank=2**24), 8)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    cfg = config(num_experts=np.int64(256), hidden=np.int32(7168), timeout_s=np.float32(2))
+    assert cfg == config(timeout_s=2.0) and hash(cfg) == hash(config(timeout_s=2.0))
 
 
 def test_unknown_variants_are_named() -> None:

@@ -10,11 +10,13 @@ import secrets
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from cuep.backend import Comm
 from cuep.errors import BackendUnavailable, OutOfSymmetricMemory
 
 _FOLDER = Path("/dev/shm")
+_leaked: list[npt.NDArray[np.uint8]] = []
 
 
 class SharedMemory:
@@ -52,10 +54,11 @@ class SharedMemory:
     def free(self) -> None:
         """Collective. The memory goes when the last array that looks into it has gone."""
         self._comm.barrier()
-        self.leak()
+        self.bytes = self.bytes[:0].copy()
 
     def leak(self) -> None:
-        self.bytes = self.bytes[:0].copy()
+        """Local: the memory stays for the life of the process, since kernels may still use it."""
+        _leaked.append(self.bytes)
 
 
 def _open_together(comm: Comm, total_bytes: int) -> tuple[int, Path]:

@@ -71,6 +71,8 @@ def test_bad_expert_out_on_one_rank(world: Any, mode: str) -> None:
             with refused_on(world, 0, cuep.ArgumentError, "expert_out has shape"):
                 handle.combine(recv.tokens[..., :-8] if world.rank == 0 else recv.tokens)
                 group.check()
+            with pytest.raises(cuep.OrderError, match="combine: this handle was not dispatched yet"):
+                handle.combine(recv.tokens)
         run_step(world, group, step, handle)
 
 
@@ -216,3 +218,94 @@ def test_duplicates_that_do_not_fit(world: Any) -> None:
             handle.dispatch(to_device(world, step.x))
             group.check()
         run_step(world, group, random_step(world, group.cfg, 2, 16), handle)
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_an_expert_out_that_is_too_short(world: Any, is_queued: bool) -> None:
+    """C02: ht: fewer rows than were received are refused on every rank; only the device knows how many there are."""
+    with cuep.Group(world, config("ht")) as group:
+        stream = world.stream() if is_queued else None
+        step = random_step(world, group.cfg, 1, 8, masked=0.0)
+        handle = group.create_handle(to_device(world, step.topk_idx), stream=stream)
+        recv = handle.dispatch(to_device(world, step.x), stream=stream)
+        with refused_on(world, 0, cuep.ArgumentError, "expert_out has fewer rows than were received"):
+            handle.combine(recv.tokens[:1] if world.rank == 0 else recv.tokens, stream=stream)
+            group.check()
+        run_step(world, group, step, handle)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["foreign bytes", "own tokens", "stream"])
+def test_more_bad_arguments_of_dispatch(world: Any, mode: str, kind: str) -> None:
+    """C02: arrays of foreign byte order, x inside what dispatch writes, something that is no stream."""
+    if kind == "foreign bytes" and world.backend.name == "cuda":
+        pytest.skip("CuPy has no arrays of foreign byte order")
+    with cuep.Group(world, config(mode, dtype="float32")) as group:
+        step = random_step(world, group.cfg, 2, 4)
+        ids, x = to_device(world, step.topk_idx), to_device(world, step.x)
+        handle = run_step(world, group, step)
+        own = handle.dispatch(x).tokens.reshape(-1, group.cfg.hidden)[:4]
+        match = {"foreign bytes": "foreign byte order", "own tokens": "x lies in this handle", "stream": "stream"}[kind]
+        with refused_on(world, 0, (cuep.ArgumentError, cuep.ArgumentTypeError), match):
+            wrong = {"foreign bytes": lambda: x.astype(">f4"), "own tokens": lambda: own, "stream": lambda: x}[kind]
+            if world.rank == 0:
+                handle.dispatch(wrong(), stream=object() if kind == "stream" else None)
+            else:
+                handle.dispatch(x)
+            group.check()
+        handle.update(ids)
+        run_step(world, group, step, handle)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", MODES)
+def test_late_news_of_a_refusal_shifts_no_steps(world: Any, mode: str) -> None:
+    """Rank 1 queues a whole step before it can learn that rank 0's part was refused; later steps stay in step."""
+    with cuep.Group(world, config(mode)) as group:
+        stream = world.stream()
+        for number in range(4):
+            step = random_step(world, group.cfg, number, 5)
+            is_bad = number == 1 and world.rank == 0
+            try:
+                handle = group.create_handle(to_device(world, step.topk_idx), stream=stream)
+                recv = handle.dispatch(to_device(world, step.x[:, : -8 if is_bad else None]), stream=stream)
+                handle.combine(recv.tokens, stream=stream)
+            except cuep.ArgumentError:
+                assert is_bad
+            if number == 1 and world.rank == 1:
+                continue  # never checked: the news is still there at the next check
+            if number == 2 and world.rank == 1:
+                with pytest.raises(cuep.PeerRefused, match="dispatch: rank 0 refused"):
+                    group.check()
+            else:
+                group.check()
+            if number != 1:
+                step.topk_weights = None
+                check_received(world, group.cfg, recv, expected(world, group.cfg, step)[1])
+            handle.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_broken_group_sends_no_more(world: Any, mode: str) -> None:
+    """E16: what was queued behind a wait that timed out must not write over what a late peer has yet to read."""
+    group = cuep.Group(world, config(mode, timeout_s=1.0, num_buffers=4))
+    steps = [random_step(world, group.cfg, number, 5) for number in range(3)]
+    steps[0].topk_weights = None
+    want = expected(world, group.cfg, steps[0])[1]
+    stream = world.stream()
+    handles = [group.create_handle(to_device(world, steps[0].topk_idx), stream=stream) for _ in steps]
+    with pytest.raises(cuep.PeerTimeout):
+        if world.rank == 0:
+            for handle, step in zip(handles, steps, strict=True):
+                handle.dispatch(to_device(world, step.x), stream=stream)
+        else:
+            time.sleep(2)
+            recv = handles[0].dispatch(to_device(world, steps[0].x), stream=stream)
+            stream.synchronize()
+            if not group.report.has_timed_out:  # then it must be right
+                check_received(world, group.cfg, recv, want)
+                handles[1].dispatch(to_device(world, steps[1].x), stream=stream)
+        group.check()
+    world.comm.barrier()
+    group.close()

@@ -11,6 +11,9 @@ enum class Phase : uint32_t { kReuse = 0, kCounts = 1, kRows = 2 };  // cuep/sta
 
 constexpr uint32_t kRefused = 0xffffffffu;  // published instead of a count by a rank whose call was refused
 
+// Why a rank refused, for its own host: the host itself did, or the kernel found something that the host cannot see.
+enum class Cause : uint32_t { kCall = 0, kZoneFull = 1, kTooFewRows = 2 };
+
 // Device memory of one rank, one per group. Only the last block of a kernel writes epochs, so that every block of one
 // kernel reads the same.
 struct Control {
@@ -19,19 +22,25 @@ struct Control {
     uint32_t broken;     // a wait has timed out: the group is over
 };
 
+constexpr uint32_t kRefusalsKept = 8;
+
 // Host memory of one rank that the host reads without waiting (cuep/status.py).
 struct Report {
     uint32_t timed_out;  // 1 when the next six words are complete
     uint32_t op, phase, peer, expected, seen, epoch;
-    uint32_t num_refused;  // operations that did nothing because a rank refused its call
-    uint32_t refused_op, refused_by, refused_handle;
-    uint32_t num_bad_ids;    // topk_idx entries outside [-1, num_experts)
-    uint32_t num_overflows;  // dispatches whose duplicate ids filled an expert's zone beyond its rows
+    uint32_t num_bad_ids;  // topk_idx entries outside [-1, num_experts)
+    uint32_t ticket;       // of the last launch that is over: the host may let go of what it read
+    uint32_t num_refused;  // operations that did nothing because a rank refused; the newest are in `refusals`
+    struct {
+        uint32_t what;  // Op, Cause << 8, rank << 16
+        uint32_t handle;
+        uint32_t ticket;  // of the launch that did nothing
+    } refusals[kRefusalsKept];
 };
 
 // Device memory of one handle.
 struct HandleState {
-    uint32_t refused;     // its last dispatch or combine was refused: what is enqueued behind it does nothing
+    uint32_t refused;     // 1 + the Op that was refused: what is enqueued behind it does nothing
     uint32_t refused_by;  // the rank that refused
     uint32_t unrouted;    // ht: its last routing was refused: nothing works before the next one
     uint32_t unused;
@@ -42,11 +51,21 @@ struct Operation {
     Report* report;
     uint64_t timeout_ns;
     uint64_t epoch;  // of this operation; flags carry its low 32 bits
+    uint32_t ticket;
     Op op;
 };
 
-CUEP_DEVICE Operation begin_operation(Control* control, Report* report, int64_t timeout_ns, Op op) {
-    return {control, report, static_cast<uint64_t>(timeout_ns), control->epoch[static_cast<int>(op)] + 1, op};
+// Params is that of any kernel: all have these fields.
+template <class Params>
+CUEP_DEVICE Operation begin_operation(const Params& p, Op op) {
+    const uint64_t epoch = p.control->epoch[static_cast<int>(op)] + 1;
+    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op};
+}
+
+// Whether a wait of an earlier kernel timed out. Its epoch never ended, so a kernel that ran now would write over what
+// a late peer has yet to read. For block_any: one thread looks, since another block may break the group at any time.
+CUEP_DEVICE bool is_broken(const Operation& op) {
+    return threadIdx.x == 0 && ld_acquire_gpu(&op.control->broken) != 0;
 }
 
 // A word {epoch, value}, written and read in one access: the value cannot be of another epoch.
@@ -138,14 +157,39 @@ CUEP_DEVICE bool is_last_block(const Operation& op) {
 CUEP_DEVICE void end_operation(const Operation& op) {
     op.control->blocks[static_cast<int>(op.op)] = 0;
     op.control->epoch[static_cast<int>(op.op)] = op.epoch;
+    st_relaxed_sys(&op.report->ticket, op.ticket);
 }
 
-// One thread: tell the host that an operation did nothing because `rank` refused its part.
-CUEP_DEVICE void report_refusal(Report* report, Op op, uint32_t rank, uint32_t handle) {
-    report->refused_op = static_cast<uint32_t>(op);
-    report->refused_by = rank;
-    report->refused_handle = handle;
-    st_release_sys(&report->num_refused, report->num_refused + 1);  // pairs with the host's read in Group.check
+// One thread: tell the host that this launch did nothing because `rank` refused its part of an operation.
+template <class Params>
+CUEP_DEVICE void report_refusal(const Params& p, Op op, Cause cause, uint32_t rank) {
+    const uint32_t number = p.report->num_refused;
+    auto& refusal = p.report->refusals[number % kRefusalsKept];
+    refusal.what = static_cast<uint32_t>(op) | static_cast<uint32_t>(cause) << 8 | rank << 16;
+    refusal.handle = p.handle;
+    refusal.ticket = p.ticket;
+    st_release_sys(&p.report->num_refused, number + 1);  // pairs with the host's read in Group.raise_refusals
+}
+
+// One thread, at the end of an operation that some rank refused: nothing works on this handle before its next one.
+template <class Params>
+CUEP_DEVICE void mark_refused(const Params& p, Op op, int rank, Cause own_cause) {
+    const bool is_own = rank == p.rank && !p.is_refused;
+    p.state->refused = 1 + static_cast<uint32_t>(op);
+    p.state->refused_by = static_cast<uint32_t>(rank);
+    report_refusal(p, op, is_own ? own_cause : Cause::kCall, p.state->refused_by);
+}
+
+// Whether an earlier operation on this handle was refused. Then this one is none: no epoch, on any rank. Says so again.
+template <class Params>
+CUEP_DEVICE bool is_skipped(const Params& p, bool is_refused) {
+    if (!is_refused) return false;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        const Op op = p.state->refused == 0 ? Op::kRoute : static_cast<Op>(p.state->refused - 1);
+        report_refusal(p, op, Cause::kCall, p.state->refused_by);
+        st_relaxed_sys(&p.report->ticket, p.ticket);
+    }
+    return true;
 }
 
 }  // namespace cuep
