@@ -58,13 +58,13 @@ def view(array: Any, name: str, backend: Backend) -> View:
     if kind == "torch":
         return _view_torch(array, name, backend)
     if isinstance(array, backend.xp.ndarray):
-        address = array.ctypes.data if backend.name == "cpu" else array.data.ptr
-        if backend.name == "cuda" and array.size and array.device.id != backend.device:
-            raise ArgumentError(f"{name} is on GPU {array.device.id}, the group is on GPU {backend.device}")
-        if not array.dtype.isnative or isinstance(array, np.ma.MaskedArray):
-            kind = "masked" if array.dtype.isnative else "of foreign byte order"
-            raise ArgumentTypeError(f"{name} is an array {kind} ({array.dtype.str}), which is not allowed")
-        return View(int(address), array.shape, array.dtype.name, array.strides, array)
+        is_cpu = backend.name == "cpu"
+        if not is_cpu and array.size and array.data.device_id != backend.device:
+            raise ArgumentError(f"{name} is on GPU {array.data.device_id}, the group is on GPU {backend.device}")
+        if isinstance(array, np.ma.MaskedArray):
+            raise ArgumentTypeError(f"{name} is a masked array, which is not allowed")
+        address = array.__array_interface__["data"][0] if is_cpu else array.data.ptr
+        return View(address, array.shape, _dtype_name(array.dtype, name), array.strides, array)
     wants = "NumPy arrays or CPU tensors" if backend.name == "cpu" else "arrays on the GPU (CuPy, torch, DLPack)"
     protocols = ("__dlpack__", "__cuda_array_interface__") if backend.name == "cuda" else ("__dlpack__",)
     if isinstance(array, np.ndarray) or not any(hasattr(array, protocol) for protocol in protocols):
@@ -77,6 +77,18 @@ def view(array: Any, name: str, backend: Backend) -> View:
         raise ArgumentTypeError(
             f"{name}: got {type(array).__name__}, the {backend.name} backend takes {wants} ({error})"
         ) from error
+
+
+_names: dict[Any, str] = {}  # asking a dtype for its name is slow
+
+
+def _dtype_name(dtype: Any, name: str) -> str:
+    known = _names.get(dtype)
+    if known is None:
+        if not dtype.isnative:
+            raise ArgumentTypeError(f"{name} has dtype {dtype.str}, of foreign byte order, which is not allowed")
+        known = _names[dtype] = dtype.name
+    return known
 
 
 def _view_torch(tensor: Any, name: str, backend: Backend) -> View:

@@ -37,7 +37,7 @@ class Received:
         topk_idx: int32 [N*B, K], local expert or -1 of every row; -1 in rows beyond total (ht).
         topk_weights: float32 [N*B, K], 0 where topk_idx is -1; None if the handle has no weights (ht).
         total: int32 [1], rows received.
-        handle: the handle that owns these arrays.
+        lease: keeps a receive buffer (ht) from other handles as long as someone holds these rows.
     """
 
     tokens: Any
@@ -45,10 +45,10 @@ class Received:
     src_rank_counts: Any
     source: Any
     total: Any
-    handle: Handle = field(repr=False)
     expert_offsets: Any = None
     topk_idx: Any = None
     topk_weights: Any = None
+    lease: Any = field(default=None, repr=False)
 
 
 class Stage(enum.Enum):
@@ -137,7 +137,7 @@ class Handle:
                 arrays.check_matrix(view, "x", self.num_tokens, cfg.hidden, (cfg.dtype,))
                 arrays.check_rows(view, "x", cfg.row_bytes)
                 group.mode.prepare_dispatch(self)
-                _check_apart(view, group.mode.recv_range(self))
+                _check_apart(view, self.state.recv_range)
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
                 group.mode.refuse_dispatch(self, chosen)  # the peers wait for this rank's part
@@ -238,8 +238,10 @@ class Handle:
         if key not in self._exports:
             backend = self._group.world.backend
             fields = self._group.mode.received(self)
-            self._exports[key] = {k: arrays.export(v, framework, backend) for k, v in fields.items()}
-        return Received(handle=self, **self._exports[key])  # not kept: it would keep the handle alive
+            exported = {k: arrays.export(v, framework, backend) for k, v in fields.items()}
+            self._exports[key] = Received(**exported, lease=self.state.lease)
+        received: Received = self._exports[key]
+        return received
 
     def _combined(self, framework: str) -> Any:
         key = ("y", framework, self.num_tokens)

@@ -6,7 +6,6 @@ Protocols: kernels_cu/README.md.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +31,16 @@ class HandleState:
     route: Record
     dispatch: Record
     combine: Record
-    buffer: int | None = None
-    give_back: Callable[[], Any] | None = None  # the buffer; runs by itself when the handle is dropped
+    recv_range: tuple[int, int] = (0, 0)  # addresses between which dispatch writes rows
+    lease: Lease | None = None
+
+
+class Lease:
+    """One receive buffer, held until it is given back, or until nobody holds the lease: no handle and no Received."""
+
+    def __init__(self, free_buffers: list[int]) -> None:
+        self.buffer = free_buffers.pop(0)
+        self.give_back = weakref.finalize(self, free_buffers.append, self.buffer)
 
 
 class HighThroughput:
@@ -66,8 +73,8 @@ class HighThroughput:
         return self._records(handle)
 
     def detach(self, handle: Handle) -> None:
-        if handle.state is not None and handle.state.give_back is not None:
-            handle.state.give_back()
+        if handle.state is not None and handle.state.lease is not None:
+            handle.state.lease.give_back()
         handle.state = None
 
     def route(self, handle: Handle, stream: Stream) -> None:
@@ -85,22 +92,24 @@ class HighThroughput:
 
     def prepare_dispatch(self, handle: Handle) -> None:
         """Take a receive buffer at the handle's first dispatch; the handle keeps it until it is closed or dropped."""
-        if handle.state.buffer is not None:
+        group, state = self._group, handle.state
+        if state.lease is not None:
             return
         if not self._free_buffers:
             raise ArgumentError(
-                f"dispatch: all {self._group.cfg.num_buffers} receive buffers are held by other handles; close or drop "
-                f"one, or make the group with num_buffers > {self._group.cfg.num_buffers}"
+                f"dispatch: all {group.cfg.num_buffers} receive buffers are held by other handles; close or drop "
+                f"one, or make the group with num_buffers > {group.cfg.num_buffers}"
             )
-        buffer = self._free_buffers.pop(0)
-        handle.state.buffer = buffer
-        handle.state.give_back = weakref.finalize(handle, self._free_buffers.append, buffer)
+        state.lease = Lease(self._free_buffers)
+        num_bytes = self._max_rows * group.cfg.row_bytes
+        first = group.memory.address + group.arena.offsets["recv_tokens"] + state.lease.buffer * num_bytes
+        state.recv_range = (first, first + num_bytes)
+        state.dispatch["buffer"] = state.lease.buffer
 
     def dispatch(self, handle: Handle, x: View, stream: Stream) -> int:
         record = handle.state.dispatch
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
-        record["buffer"] = handle.state.buffer
         record["num_tokens"] = handle.num_tokens
         record["is_refused"] = False
         return self._dispatch.launch(record, stream, handle.arrays, x)
@@ -128,14 +137,8 @@ class HighThroughput:
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
         self._launch_refusal(self._combine, handle.state.combine, stream, handle.arrays)
 
-    def recv_range(self, handle: Handle) -> tuple[int, int]:
-        """Addresses between which dispatch writes rows."""
-        num_bytes = self._max_rows * self._group.cfg.row_bytes
-        first = self._group.memory.address + self._group.arena.offsets["recv_tokens"] + handle.state.buffer * num_bytes
-        return first, first + num_bytes
-
     def received(self, handle: Handle) -> dict[str, Array]:
-        group, cfg, buffer = self._group, self._group.cfg, handle.state.buffer
+        group, cfg, buffer = self._group, self._group.cfg, handle.state.lease.buffer
         shapes = {
             "tokens": ((cfg.hidden,), cfg.dtype),
             "topk_idx": ((cfg.num_topk,), "int32"),

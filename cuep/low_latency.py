@@ -23,6 +23,8 @@ class HandleState:
 
     dispatch: Record
     combine: Record
+    recv_range: tuple[int, int] = (0, 0)  # addresses between which dispatch writes rows
+    lease: None = None  # the arrays own their memory
 
 
 class LowLatency:
@@ -44,7 +46,10 @@ class LowLatency:
 
     def attach(self, handle: Handle) -> HandleState:
         handle.arrays["expert_offsets"][...] = self._group.world.backend.asarray(self._expert_offsets())
-        return self._records(handle)
+        state = self._records(handle)
+        tokens = handle.arrays["tokens"]
+        state.recv_range = (address(tokens), address(tokens) + tokens.nbytes)
+        return state
 
     def detach(self, handle: Handle) -> None:
         handle.state = None
@@ -101,11 +106,6 @@ class LowLatency:
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
         self._launch_refusal(self._combine, handle.state.combine, stream, handle.arrays)
-
-    def recv_range(self, handle: Handle) -> tuple[int, int]:
-        """Addresses between which dispatch writes rows."""
-        tokens = handle.arrays["tokens"]
-        return address(tokens), address(tokens) + tokens.nbytes
 
     def received(self, handle: Handle) -> dict[str, Array]:
         names = ("tokens", "expert_counts", "expert_offsets", "src_rank_counts", "source", "total")

@@ -39,6 +39,7 @@ def groups(world: Any) -> Iterator[Any]:
         group.close()
 
 
+@pytest.mark.ranks(1, 2, 4, 8)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mode", MODES)
 @examples(
@@ -182,6 +183,7 @@ def test_ids_of_both_widths_give_the_same_bits(world: Any, groups: Any, mode: st
     run_step(world, group, step).close()
 
 
+@pytest.mark.ranks(1, 2, 4, 8)
 @pytest.mark.parametrize("mode", MODES)
 def test_unequal_token_counts(world: Any, mode: str) -> None:
     """A13: 256, 64, 1 and 0 tokens, rotated over the ranks for 20 steps."""
