@@ -157,7 +157,7 @@ def init(comm: Comm | None = None, backend: str = "auto", device: int | None = N
     source = "CUEP_BACKEND" if backend == "auto" and env.backend() else "backend"
     wanted = env.backend() or "auto" if backend == "auto" else backend
     if wanted != "cpu":
-        _wake_driver()
+        _wake_driver(device)
     comm, owns_comm = _default_comm() if comm is None else _checked_comm(comm)
     usable = cuda_problem() is None if wanted == "auto" else False
     votes = comm.allgather((wanted, usable))
@@ -175,16 +175,19 @@ def init(comm: Comm | None = None, backend: str = "auto", device: int | None = N
     return World(comm, _make_backend(name, comm, device), reason, owns_comm=owns_comm)
 
 
-def _wake_driver() -> None:
-    """Start the CUDA driver beside MPI's start: each takes some tenths of a second."""
+def _wake_driver(device: int | None) -> None:
+    """Start the CUDA driver and the GPU's context beside MPI's start: each takes some tenths of a second."""
+    is_begun = threading.Event()
 
-    def wake() -> None:
+    def work() -> None:
         with suppress(Exception):  # who needs the driver will say what is wrong with it
-            from cuda.bindings import driver
+            from cuep.backend.cuda_context import wake
 
-            driver.cuInit(0)
+            wake(device, is_begun)
+        is_begun.set()
 
-    threading.Thread(target=wake, name="cuep driver", daemon=True).start()
+    threading.Thread(target=work, name="cuep driver", daemon=True).start()
+    is_begun.wait(1)  # MPI's start holds Python's lock, the driver's does not
 
 
 def cuda_problem() -> str | None:

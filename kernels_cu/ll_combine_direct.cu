@@ -169,18 +169,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ll_combine_direct(const __grid_constant__ Params p) {
     __shared__ uint32_t totals[kNumRanks];
     const int tid = threadIdx.x;
-    if (is_skipped(p, p.state->refused != 0)) return;
-    int most = 0;  // rows of the peer that is sent most
+    const bool is_off_handle = p.state->refused != 0;  // asked early, used late: loads run beside one another
+    int most = 0;                                      // rows of the peer that is sent most
     for (int r = 0; r < kNumRanks; r++) {
         if (r != p.rank && !p.is_refused) most = max(most, p.num_rows[r]);
     }
     const Operation op = begin_operation(p, Op::kCombine);
     const int bank = static_cast<int>(op.epoch) & (p.num_banks - 1);
 
+    if (is_skipped(p, is_off_handle)) return;
+
     // the bank must have been read by every peer before it is written again
+    const bool is_off = is_broken(op);
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), p.num_banks, tid);
-    if (block_any(!is_ok || is_broken(op))) return;
+    if (block_any(!is_ok || is_off)) return;
 
     // send all that this block owes before it waits for rows
     if (blockIdx.x == gridDim.x - 1 && tid < kNumRanks) {  // pairs with the wait for totals below

@@ -386,9 +386,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         load_token(p, blockIdx.x, token);
         begin_places(token, s);
     }
+    const bool is_off = is_broken(op);
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), p.num_banks, tid);
-    if (block_any(!is_ok || is_broken(op))) return;
+    if (block_any(!is_ok || is_off)) return;
 
     // send all that this block owes before it waits for rows
     if (is_writer) publish_counts(p, op, bank, s);

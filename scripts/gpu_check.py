@@ -23,6 +23,7 @@ from cuep.tables import print_table
 ROOT = Path(__file__).resolve().parents[1]
 FULL_SECONDS, QUICK_SECONDS = 470, 170  # under 8 and 3 minutes, with room to end the last stage
 LL_TOKENS, QUICK_LL_TOKENS, HT_TOKENS = (1, 8, 64, 128), (1, 128), 4096
+QUICK_SANITIZER = (("memcheck", "ll"), ("synccheck", "ht"))  # memcheck takes half a minute
 TINY_SHAPE = ["--tokens", "5", "--hidden", "264", "--experts", "8", "--topk", "3", "--iterations", "1", "--eager"]
 
 
@@ -110,7 +111,7 @@ class Runner:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="under 3 minutes: fewer shapes, memcheck only")
+    parser.add_argument("--quick", action="store_true", help="under 3 minutes: fewer shapes and sanitizer runs")
     parser.add_argument("--out", type=Path, default=ROOT / "gpu_check_out", metavar="DIR")
     options = parser.parse_args()
     out = options.out.resolve()
@@ -152,9 +153,9 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
     run_bench(runner, most, "ht", HT_TOKENS)
 
     sanitizer = find_sanitizer()
-    for tool in () if sanitizer is None else ("memcheck",) if quick else ("memcheck", "synccheck", "racecheck"):
-        for mode in ("ll", "ht"):
-            run_sanitizer(runner, str(sanitizer), tool, mode, min(2, num_gpus))
+    every = [(tool, mode) for tool in ("memcheck", "synccheck", "racecheck") for mode in ("ll", "ht")]
+    for tool, mode in () if sanitizer is None else QUICK_SANITIZER if quick else every:
+        run_sanitizer(runner, str(sanitizer), tool, mode, min(2, num_gpus))
     if sanitizer is None:
         print("compute-sanitizer was not found: not run")
         runner.results.sanitizer.append({"tool": None, "note": "compute-sanitizer was not found"})

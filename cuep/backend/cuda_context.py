@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 from uuid import UUID
 
@@ -151,6 +152,18 @@ def choose_gpu(comm: Comm, device: int | None) -> tuple[Gpu, list[RankGpu]]:
         _warn_of_sharing(everyone)
     raise_together(comm, _unreachable(comm.rank, gpus, everyone))
     return everyone[comm.rank].gpu, everyone
+
+
+def wake(device: int | None, is_begun: Event) -> None:
+    """Start the driver and, where it is clear which GPU it will be, make its context. Runs beside other things."""
+    from cuda.bindings import driver
+
+    is_begun.set()
+    check(driver.cuInit(0))
+    count = check(driver.cuDeviceGetCount())
+    number = env.local_rank() if device is None else device
+    if number is not None and count and (device is None or 0 <= device < count):
+        check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(number % count))))  # for the process's life
 
 
 def visible_gpus() -> list[Gpu]:

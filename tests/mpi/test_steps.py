@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe import Step, check_received, config, expected, poison, random_step, run_step, tagged_rows
 
 import cuep
-from cuep import reference
+from cuep import jit, reference
 
 MODES = ["ll", "ht"]
 
@@ -247,3 +247,16 @@ def test_two_handles_at_once(world: Any, groups: Any, mode: str) -> None:
     group.check()
     for handle in handles:
         handle.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_token_counts_compile_nothing(world: Any, mode: str) -> None:
+    """F08: T and the most tokens are run-time values."""
+    with cuep.Group(world, config(mode)) as group:
+        run_step(world, group, random_step(world, group.cfg, 0, 3))
+    before = jit.stats.compiled
+    for most in (1, 7, 64, 100):
+        with cuep.Group(world, config(mode, max_tokens_per_rank=most)) as group:
+            for num_tokens in sorted({0, 1, most // 2, most}):
+                run_step(world, group, random_step(world, group.cfg, num_tokens, num_tokens)).close()
+    assert jit.stats.compiled == before

@@ -64,8 +64,9 @@ CUEP_DEVICE Operation begin_operation(const Params& p, Op op) {
 
 // Whether a wait of an earlier kernel timed out. Its epoch never ended, so a kernel that ran now would write over what
 // a late peer has yet to read. For block_any: one thread looks, since another block may break the group at any time.
+// Ask early and use the answer late: the load is relaxed, so it runs beside others.
 CUEP_DEVICE bool is_broken(const Operation& op) {
-    return threadIdx.x == 0 && ld_acquire_gpu(&op.control->broken) != 0;
+    return threadIdx.x == 0 && ld_relaxed_sys(&op.control->broken) != 0;
 }
 
 // A word {epoch, value}, written and read in one access: the value cannot be of another epoch.
