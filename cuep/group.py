@@ -12,24 +12,16 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from cuep import env, layout
+from cuep import layout
+from cuep.agreement import agree_on_settings, together
 from cuep.backend import Array, Stream
 from cuep.config import GroupConfig
-from cuep.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ClosedError,
-    CuepError,
-    OrderError,
-    PeerRefused,
-    PeerTimeout,
-    SettingsMismatch,
-)
+from cuep.errors import ArgumentError, ClosedError, CuepError, OrderError, PeerTimeout
 from cuep.handle import Handle
 from cuep.high_throughput import HighThroughput
 from cuep.launching import address
 from cuep.low_latency import LowLatency
-from cuep.status import Cause, Refusal, Report
+from cuep.status import Cause, Report
 from cuep.world import World
 
 _serials = itertools.count()
@@ -55,7 +47,7 @@ class Group:
     def __init__(self, world: World, cfg: GroupConfig) -> None:
         world.check_open()
         self.is_closed = True  # until there is something to close
-        start_epoch = _agree_on_settings(world, cfg)
+        start_epoch = agree_on_settings(world.comm, cfg)
         cfg.check_ranks(world.size)
         self.serial = next(_serials)
         self.world = world
@@ -76,27 +68,31 @@ class Group:
         world.register(self)
 
     def _allocate(self, start_epoch: int) -> None:
-        backend = self.world.backend
+        backend, comm = self.world.backend, self.world.comm
         self.arena = layout.arena(self.cfg, self.num_ranks)
         self.memory = backend.symmetric(self.arena.num_bytes)
         self.is_closed = False
         try:
-            for name, region in self.arena.regions.items():
-                if region.is_words and region.num_bytes:  # nothing may look like a flag of this group's operations
-                    self.words(name)[...] = (start_epoch & 0xFFFFFFFF) << 32
-            self.workspace = {
-                name: backend.zeros(shape, layout.dtype_of(dtype))
-                for name, (shape, dtype) in layout.workspace_arrays(self.cfg, self.num_ranks).items()
-            }
-            self.workspace["control"][:3] = start_epoch
-            self.report = Report(backend.pinned(layout.REPORT_BYTES), self.rank)
+            together(comm, lambda: self._make_workspace(start_epoch))
             self.mode = LowLatency(self) if self.cfg.mode == "ll" else HighThroughput(self)
-        except CuepError:  # raised on every rank
+        except (CuepError, MemoryError):  # raised on every rank
             self.is_closed = True
             self.memory.free()
             raise
         backend.synchronize()
-        self.world.comm.barrier()  # nobody sends before every arena is ready
+        comm.barrier()  # nobody sends before every arena is ready
+
+    def _make_workspace(self, start_epoch: int) -> None:
+        backend = self.world.backend
+        for name, region in self.arena.regions.items():
+            if region.is_words and region.num_bytes:  # nothing may look like a flag of this group's operations
+                self.words(name)[...] = (start_epoch & 0xFFFFFFFF) << 32
+        self.workspace = {
+            name: backend.zeros(shape, layout.dtype_of(dtype))
+            for name, (shape, dtype) in layout.workspace_arrays(self.cfg, self.num_ranks).items()
+        }
+        self.workspace["control"][:3] = start_epoch
+        self.report = Report(backend.pinned(layout.REPORT_BYTES), self.rank)
 
     def handle_values(self, handle: Handle | None) -> dict[str, Any]:
         """Values of Params fields that every kernel has: addresses of the group's and the handle's memory."""
@@ -231,20 +227,9 @@ class Group:
             handle = self._handles.get(refusal.handle)
             if handle is not None:
                 handle.was_refused(refusal)
-            error = error or self._refusal_error(refusal)
+            error = error or refusal.error(self.cfg.max_tokens_per_rank)
         if error is not None:
             raise error
-
-    def _refusal_error(self, refusal: Refusal) -> CuepError:
-        name = refusal.operation
-        if refusal.cause is Cause.ZONE_FULL:
-            return ArgumentError(
-                f"{name}: topk_idx names an expert more than max_tokens_per_rank={self.cfg.max_tokens_per_rank} times, "
-                "which its zone has no rows for; nothing was dispatched"
-            )
-        if refusal.cause is Cause.TOO_FEW_ROWS:
-            return ArgumentError(f"{name}: expert_out has fewer rows than were received; nothing was combined")
-        return PeerRefused(f"{name}: rank {refusal.rank} refused its call, so it did nothing on any rank")
 
     def _break_down(self) -> None:
         self._broken = self.report.timeout(float(self.cfg.timeout_s or 0))
@@ -309,23 +294,3 @@ class Group:
             self.close()
         else:
             self.abandon()
-
-
-def _agree_on_settings(world: World, cfg: GroupConfig) -> int:
-    """Collective: SettingsMismatch on every rank, naming each setting that differs. Returns the first epoch."""
-    mine: dict[str, Any] | str
-    try:
-        if not isinstance(cfg, GroupConfig):
-            raise ArgumentTypeError(f"cfg must be a GroupConfig, got {type(cfg).__name__}")
-        mine = cfg.settings() | {"CUEP_START_EPOCH": env.start_epoch()}
-    except CuepError as error:
-        mine = str(error)
-    everyone = world.comm.allgather(mine)
-    for rank, settings in enumerate(everyone):
-        if isinstance(settings, str):
-            raise ArgumentTypeError(f"rank {rank}: {settings}")
-    differing = [name for name in everyone[0] if any(other[name] != everyone[0][name] for other in everyone)]
-    if differing:
-        values = "; ".join(f"{name}: {[settings[name] for settings in everyone]}" for name in differing)
-        raise SettingsMismatch(f"GroupConfig differs between ranks 0 to {world.size - 1}: {values}")
-    return int(everyone[0]["CUEP_START_EPOCH"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from cuep import jit
+from cuep.agreement import together
 from cuep.backend import Backend, Record
 from cuep.params import Constant
 
@@ -25,11 +27,18 @@ class Kernel:
         tunables: Mapping[str, int] | None = None,
     ) -> None:
         unit = jit.render(name, constants, backend.target, tunables)
-        module = backend.load(jit.build_shared(unit, comm), name)
+        path = jit.build_shared(unit, comm)
         self.name = name
         self.layout = unit.layout
+        if comm is None:
+            self._load(backend, path)
+        else:
+            together(comm, lambda: self._load(backend, path))
+
+    def _load(self, backend: Backend, path: Path) -> None:
+        module = backend.load(path, self.name)
         self.threads, self.smem_bytes = module.symbol_int32("cuep_launch", 2)
-        self._function = module.function(name)
+        self._function = module.function(self.name)
         #: blocks that the device can hold at once; a kernel that waits for peers must not have more
         self.max_grid = self._function.max_grid(self.threads, self.smem_bytes)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cuep.errors import PeerTimeout
+from cuep.errors import ArgumentError, CuepError, PeerRefused, PeerTimeout
 from cuep.layout import REPORT_BYTES
 
 OPERATIONS = ("create_handle/update", "dispatch", "combine")  # enum Op
@@ -39,6 +39,19 @@ class Refusal:
     rank: int
     handle: int
     ticket: int
+
+    def error(self, max_tokens_per_rank: int) -> CuepError:
+        """What to raise about it."""
+        if self.cause is Cause.ZONE_FULL:
+            return ArgumentError(
+                f"{self.operation}: topk_idx names an expert more than max_tokens_per_rank={max_tokens_per_rank} times"
+                ", which its zone has no rows for; nothing was dispatched"
+            )
+        if self.cause is Cause.TOO_FEW_ROWS:
+            return ArgumentError(
+                f"{self.operation}: expert_out has fewer rows than were received; nothing was combined"
+            )
+        return PeerRefused(f"{self.operation}: rank {self.rank} refused its call, so it did nothing on any rank")
 
 
 class Report:
