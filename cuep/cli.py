@@ -161,7 +161,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
         print(f"backend: {world.backend.name} ({world.backend.description}), because {world.backend_reason}")
         if options.graph and not is_gpu:
             print("a CPU has no graphs: calls are eager")
-    records, wrong = runner.run(world, settings, lambda record: None)
+    records, wrong = runner.run(world, settings)
     if is_first:
         columns = ("op", "variant", "us_median", "us_p10", "us_p90", "host_us", "gb_per_s", "checked")
         shape = " ".join(f"{name}={value}" for name, value in sizes.items())
@@ -184,7 +184,10 @@ def _on_world(options: argparse.Namespace, body: Callable[[World], int]) -> int:
         if world.size == 1 and not options.ranks:
             print("one rank only: start with `mpiexec -n 4 python -m cuep ...`, or add --ranks 4, for more")
         try:
-            return body(world)
+            status = body(world)
+            sys.stdout.flush()
+            world.comm.barrier()  # under `-m mpi4py` a rank that returns 1 ends the job, and rank 0 may still print
+            return status
         except Exception as error:
             if world.size == 1:
                 raise

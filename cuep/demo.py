@@ -231,16 +231,18 @@ def _report(world: World, job: Job, outcomes: dict[str, Outcome], dense: referen
 
 def _print_tables(rows: list[list[Any]], received: list[Any]) -> None:
     per_rank = [
-        [rank, num_tokens, sum(ll), " ".join(map(str, ll)), "same" if ll == ht else " ".join(map(str, ht))]
+        [rank, num_tokens, sum(ll), " ".join(map(str, ll)), "yes" if ll == ht else " ".join(map(str, ht))]
         for rank, (num_tokens, ll, ht) in enumerate(received)
     ]
     print_table(
         "Tokens per rank, and what its experts received",
-        ["rank", "tokens", "(token, expert) pairs", "of each of its experts", "in ht"],
+        ["rank", "tokens", "rows of its experts", "rows of each expert", "the same in ht"],
         per_rank,
     )
-    columns = ["mode", "steps", "MB sent to other ranks", "MB in all", *(f"{name} ms" for name in _PHASES)]
-    print_table("Both modes, slowest rank", [*columns, "max error", "error / bound"], rows)
+    names = ["steps", "MB to other ranks", "MB in all", *(f"{name} ms" for name in _PHASES)]
+    names += ["largest error", "error / bound (at most 1)"]
+    lines = [[name, *(row[i + 1] for row in rows)] for i, name in enumerate(names)]
+    print_table("Both modes: MB of all ranks, ms and errors of the worst", ["", *(row[0] for row in rows)], lines)
 
 
 def _traffic(world: World, job: Job, mode: str) -> tuple[int, int]:

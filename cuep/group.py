@@ -126,11 +126,11 @@ class Group:
         """Fix the routing of one set of tokens. ht: exchanges counts with all ranks (collective).
 
         Args:
-            topk_idx: [num_tokens, num_topk] int32 or int64, expert of every (token, k); -1 = none. num_tokens from 0 to
-                max_tokens_per_rank, different on each rank. Ids outside [-1, num_experts) are treated as -1 and raise
-                ArgumentError at check().
-            topk_weights: [num_tokens, num_topk] float32, or None for weights of 1. Where topk_idx is -1 the weight is
-                ignored, even NaN.
+            topk_idx: [num_tokens, num_topk] int32 or int64, C-contiguous (argsort(...)[:, :k] is not: copy it): the
+                expert of every (token, k); -1 = none. num_tokens from 0 to max_tokens_per_rank, different on each
+                rank. Ids outside [-1, num_experts) are treated as -1 and raise ArgumentError at check().
+            topk_weights: [num_tokens, num_topk] float32, C-contiguous, or None for weights of 1. Where topk_idx is -1
+                the weight is ignored, even NaN.
             stream: where to enqueue; None = the current stream of topk_idx's framework.
 
         Both arrays are read in stream order: by this call (ht), or by the first dispatch (ll).

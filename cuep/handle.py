@@ -25,7 +25,8 @@ class Received:
     """What a rank received; arrays of x's framework that belong to the handle and keep their addresses.
 
     They hold until the handle's next dispatch, and are complete in stream order. L local experts, N ranks, B
-    max_tokens_per_rank, K num_topk, H hidden. What a layout does not have is None. Rows beyond the counts are poison.
+    max_tokens_per_rank, K num_topk, H hidden. What a layout does not have is None. Rows beyond the counts are
+    unspecified: never read them.
 
     Attributes:
         tokens: ll expert_major [L, N*B, H], the first expert_counts[l] rows of each; ht flat [N*B, H], the first total.
@@ -153,8 +154,9 @@ class Handle:
         A combine that was refused on any rank must be preceded by a dispatch again.
 
         Args:
-            expert_out: outputs in the order of Received.tokens: [L, N*B, H] (ll); [rows, H] with at least the received
-                rows (ht), where each row is already the sum over this rank's experts.
+            expert_out: outputs in the order of Received.tokens: [L, N*B, H], C-contiguous and 16-byte aligned (ll);
+                [rows, H] with at least the received rows (ht), where each row is already the sum over this rank's
+                experts; rows may be strided, each contiguous and 16-byte aligned.
             stream: where to enqueue; None = the current stream of expert_out's framework.
 
         Returns:

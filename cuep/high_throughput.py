@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from cuep.handle import Handle
 
 _ROUTE_BLOCKS = 8  # one places rows, one counts experts, the others copy
-_SMEM_BYTES = 200 * 1024  # of a block, for rows in flight: what every GPU from sm_90 on has
+_SMEM_BYTES = 200 * 1024  # of a block, for rows in flight, where the GPU has that much
+_STATIC_SMEM_BYTES = 2048  # left for everything else
 _DISPATCH_REGIONS = ("tokens", "topk_idx", "topk_weights", "source")
 
 
@@ -55,17 +56,17 @@ class HighThroughput:
         ranks: dict[str, Any] = {"kNumRanks": group.num_ranks}
         routing = ranks | {"kNumExperts": cfg.num_experts, "kNumTopk": cfg.num_topk}
         rows = {"kRowBytes": cfg.row_bytes}
-        is_gpu = group.world.backend.name == "cuda"
+        smem_bytes = min(_SMEM_BYTES, group.world.backend.max_smem_bytes - _STATIC_SMEM_BYTES)
         self._route = ModeKernel(group, "route", "ballot", routing, {}, most_blocks=_ROUTE_BLOCKS)
         self._dispatch = ModeKernel(
-            group, "dispatch", "bulk", routing | rows, _pipeline(cfg.row_bytes, "kNumWarps", 4, 3) if is_gpu else {}
+            group, "dispatch", "bulk", routing | rows, _pipeline(cfg.row_bytes, "kNumWarps", 4, 3, smem_bytes)
         )
         self._combine = ModeKernel(
             group,
             "combine",
             "push",
             ranks | rows | {"elem_t": elem_type(cfg.dtype)},
-            _pipeline(cfg.row_bytes, "kNumPushWarps", 7, 2) if is_gpu else {},
+            _pipeline(cfg.row_bytes, "kNumPushWarps", 7, 2, smem_bytes),
         )
         self._refusal = self._records(None)
 
@@ -171,17 +172,25 @@ class HighThroughput:
         dispatch = {f"{name}_offset": offsets[f"recv_{name}"] for name in _DISPATCH_REGIONS}
         dispatch |= {f"{name}_offset": offsets[f"dispatch_{name}"] for name in ("ready", "arrived")}
         combine = {f"{name}_offset": offsets[f"combine_{name}"] for name in ("rows", "flags", "totals", "done")}
+        is_complete = handle is not None
         return HandleState(
-            self._route.record(own | route), self._dispatch.record(own | dispatch), self._combine.record(own | combine)
+            self._route.record(own | route, is_complete=is_complete),
+            self._dispatch.record(own | dispatch, is_complete=is_complete),
+            self._combine.record(own | combine, is_complete=is_complete),
         )
 
 
-def _pipeline(row_bytes: int, warps_name: str, num_warps: int, num_stages: int) -> dict[str, int]:
-    """Tunables: how many warps of a block move rows, each with how many in flight, as far as shared memory goes."""
-    fitting = _SMEM_BYTES // (row_bytes + 256)
+def _pipeline(row_bytes: int, warps_name: str, num_warps: int, num_stages: int, smem_bytes: int) -> dict[str, int]:
+    """Tunables: how many warps of a block move rows, each with how many in flight, as far as shared memory goes.
+
+    Empty on the CPU backend, which has no shared memory to fill (smem_bytes < 0): the kernel's own defaults.
+    """
+    if smem_bytes < 0:
+        return {}
+    fitting = smem_bytes // (row_bytes + 256)
     if fitting < 2:
         raise ArgumentError(
-            f"hidden: a row of {row_bytes} bytes is too long for mode='ht'; two must fit in {_SMEM_BYTES}"
+            f"hidden: a row of {row_bytes} bytes is too long for mode='ht', two must fit in {smem_bytes}"
         )
     stages = min(num_stages, fitting)
     return {warps_name: max(1, min(num_warps, fitting // stages)), "kNumStages": stages}

@@ -73,7 +73,10 @@ def show(facts: Facts) -> None:
     for name, tool in facts["tools"].items():
         print(f"  {name:<21} {tool['version']}  {tool['path']}".rstrip())
     if facts["missing"]:
-        print("\nmissing (the CPU backend needs the C++ compiler, the CUDA backend all else; several ranks need MPI)")
+        print(
+            "\nmissing (the CPU backend needs the C++ compiler; the CUDA backend NVRTC and NVSHMEM, its device"
+            " barrier all else; several ranks MPI)"
+        )
         for name, how in facts["missing"].items():
             print(f"  {name:<21} {how}")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuep import jit
 from cuep.backend import Array, Record, Stream
-from cuep.errors import ArgumentError
+from cuep.errors import ArgumentError, CompileError
 from cuep.kernel import Kernel
 from cuep.params import Constant
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from cuep.group import Group
 
 _CPU_BLOCKS = 4  # two cores run four ranks: more blocks would only take turns
+_PER_CALL = frozenset(
+    "x x_stride topk_idx topk_weights is_int64 expert_out expert_out_stride num_rows num_tokens buffer is_refused"
+    " ticket".split()
+)
 _ELEM_TYPES = {"bfloat16": "cuep::bf16_t", "float32": "float"}
 
 
@@ -56,16 +60,26 @@ class ModeKernel:
             raise ArgumentError(f"variants[{op!r}]={variant!r} is not allowed; allowed: {known}")
         backend = group.world.backend
         comm = group.world.comm
-        self._kernel = Kernel(backend, f"{mode}_{op}_{variant}", constants, comm, tunables)
+        name = f"{mode}_{op}_{variant}"
+        known_tunables = jit.tunables(name)  # a variant may have others
+        chosen = {key: value for key, value in tunables.items() if key in known_tunables}
+        self._kernel = Kernel(backend, name, constants, comm, chosen)
         limits = [self._kernel.max_grid, group.cfg.num_sms, most_blocks, _CPU_BLOCKS if backend.name == "cpu" else None]
         self.grid = min(limit for limit in limits if limit is not None)
 
-    def record(self, values: Mapping[str, Any]) -> Record:
-        """Params filled by name; fields without a value are zero, to be set for each call."""
+    def record(self, values: Mapping[str, Any], *, is_complete: bool) -> Record:
+        """Params filled by name. What is set for each call stays zero; so does all else where not `is_complete`.
+
+        Raises:
+            CompileError: a field that has no value.
+        """
         record = self._kernel.layout.new()
         for name in record.dtype.names or ():
             if name in values:
                 record[name] = values[name]
+            elif is_complete and name not in _PER_CALL:
+                known = ", ".join(sorted({*values, *_PER_CALL}))
+                raise CompileError(f"kernel {self._kernel.name}: Params::{name} has no value; there are: {known}")
         return record
 
     def launch(self, record: Record, stream: Stream, *objects: Any) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cuep.arrays import View
 from cuep.backend import Array, Record, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
@@ -13,8 +15,8 @@ from cuep.launching import ModeKernel, address, elem_type, threads_for
 if TYPE_CHECKING:
     from cuep.group import Group
     from cuep.handle import Handle
-
-_DEFAULT_CPU_BLOCKS = 4
+_DISPATCH_REGIONS = ("rows", "headers", "flags", "counts", "totals", "done")
+_COMBINE_REGIONS = ("rows", "flags", "totals", "done")
 
 
 @dataclass
@@ -122,21 +124,15 @@ class LowLatency:
         own = group.handle_values(handle)
         shared = {"max_tokens": group.cfg.max_tokens_per_rank, "num_banks": group.cfg.num_buffers}
         offsets = group.arena.offsets
-        dispatch = self._dispatch.record(
-            own | shared | {f"{name}_offset": offsets[f"dispatch_{name}"] for name in _DISPATCH_REGIONS}
+        dispatch = own | shared | {f"{name}_offset": offsets[f"dispatch_{name}"] for name in _DISPATCH_REGIONS}
+        combine = own | shared | {f"{name}_offset": offsets[f"combine_{name}"] for name in _COMBINE_REGIONS}
+        is_complete = handle is not None
+        return HandleState(
+            self._dispatch.record(dispatch, is_complete=is_complete),
+            self._combine.record(combine, is_complete=is_complete),
         )
-        combine = self._combine.record(
-            own | shared | {f"{name}_offset": offsets[f"combine_{name}"] for name in _COMBINE_REGIONS}
-        )
-        return HandleState(dispatch, combine)
 
     def _expert_offsets(self) -> Any:
-        import numpy as np
-
         group = self._group
         rows = group.num_ranks * group.cfg.max_tokens_per_rank
         return (np.arange(group.num_local_experts + 1) * rows).astype(np.int32)
-
-
-_DISPATCH_REGIONS = ("rows", "headers", "flags", "counts", "totals", "done")
-_COMBINE_REGIONS = ("rows", "flags", "totals", "done")

@@ -1,7 +1,8 @@
-// High-throughput routing in one block. Warps count, 32 tokens at a time with one ballot per rank, how many tokens go
+// High-throughput routing. One block counts, 32 tokens of a warp at a time with one ballot per rank, how many tokens go
 // to each rank; ranks exchange the matrix of counts; a prefix sum over it gives every (token, rank) the final row that
-// it will have there. No atomics decide an order: rows are in order of source rank, then token. Cost: two passes over
-// topk_idx in one block and one exchange of small words.
+// it will have there. No atomics decide an order: rows are in order of source rank, then token. A second block counts
+// and exchanges the pairs of each expert, the others copy the routing into the handle. Cost: two passes over topk_idx
+// in one block, beside them the copy, and one exchange of small words.
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/operation.cuh>

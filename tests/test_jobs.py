@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -61,3 +62,22 @@ def test_how_a_job_ends(tmp_path: Path, ending: str, is_good: bool) -> None:
     assert (result.returncode == 0) == is_good, printed
     assert not any(word in printed for word in ("Segmentation", "core dumped", "terminate called")), printed
     assert seconds < 40, printed
+
+
+@pytest.mark.skipif(os.environ.get("CUEP_BACKEND") == "cuda", reason="the same on every backend")
+def test_wrong_results_are_told(tmp_path: Path) -> None:
+    """A copy of cuep whose combine forgets the weights: bench --check prints what is wrong and ends with status 1."""
+    for folder in ("cuep", "kernels_cu"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    kernel = tmp_path / "kernels_cu/ll_combine_direct.cu"
+    source = kernel.read_text()
+    assert source.count("__fmul_rn(weights[first + i], term[c])") == 1
+    kernel.write_text(source.replace("__fmul_rn(weights[first + i], term[c])", "term[c]"))
+    command = [sys.executable, "-m", "cuep", "bench", "ll", "--ranks", "2", "--check", "--iterations", "1"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "CUEP_BACKEND": "cpu"}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path, check=False
+    )
+    printed = result.stdout + result.stderr
+    assert result.returncode != 0, printed
+    assert "WRONG" in printed and "combine: y differs" in printed, printed

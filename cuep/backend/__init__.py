@@ -1,6 +1,6 @@
 """The boundary between cuep and a machine: arrays, streams, symmetric memory and launches.
 
-Two classes implement it, `cpu.CpuBackend` and `cuda.CudaBackend`; nothing else imports CuPy, NVSHMEM or ctypes.
+Two classes implement it, `cpu.CpuBackend` and `cuda.CudaBackend`; nothing else allocates, copies or launches.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Backend(Protocol):
     description: str
     device: int
     target: str
+    max_smem_bytes: int  # shared memory of a block; 0 = there is no such thing
     xp: Any
 
     def active(self) -> AbstractContextManager[Any]: ...  # inside, xp works on this backend's device

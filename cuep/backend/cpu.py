@@ -33,6 +33,7 @@ class CpuBackend:
 
     name = "cpu"
     target = "cpu"
+    max_smem_bytes = 0
     xp: Any = np
     device = 0
 

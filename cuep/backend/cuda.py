@@ -51,6 +51,7 @@ class CudaBackend:
         self.target = "sm_{}{}".format(*gpu.capability)
         self.cooperative = cooperative
         self._context = CudaContext(gpu.ordinal)
+        self.max_smem_bytes = self._context.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self._heap: Any = None
         self._last_stream: CudaStream | None = None
         self._is_closed = False

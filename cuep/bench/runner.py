@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from cuep.world import World
 Record = dict[str, Any]
 
 
-def run(world: World, options: Options, report: Callable[[Record], None]) -> tuple[list[Record], list[str]]:
-    """Time every operation with every variant; `report` gets each record as it is ready. Collective.
+def run(world: World, options: Options) -> tuple[list[Record], list[str]]:
+    """Time every operation with every variant. Collective.
 
     Returns the records and what `options.check` found wrong, one line each.
     """
@@ -34,7 +34,6 @@ def run(world: World, options: Options, report: Callable[[Record], None]) -> tup
             wrong += [f"{name}: {text}" for text in problems]
             checked = options.check and not problems
             records.append(_record(world, options, name, operation, timing, checked, inputs) | {"commit": commit})
-            report(records[-1])
     return records, wrong
 
 

@@ -18,7 +18,7 @@ import pytest
 from moe import check_combined, check_received, config, expected, random_step, run_experts, tagged_rows
 
 import cuep
-from cuep import jit, reference
+from cuep import env, jit, reference
 
 NUM_SEEDS = int(os.environ.get("CUEP_TEST_SEEDS", "50"))
 SEEDS_PER_TEST = 10  # so that a hang names its tenth
@@ -27,11 +27,11 @@ ALMOST_WRAPPED = 2**32 - 3
 
 @pytest.fixture
 def shuffled(world: Any) -> Iterator[Any]:
-    """Sets the seed of the scheduler; back to in-order afterwards."""
+    """Sets the seed of the scheduler; back to what CUEP_SEED says afterwards."""
     if world.backend.name != "cpu":
         pytest.skip("only the CPU backend has a scheduler to shuffle")
     yield world.backend.set_seed
-    world.backend.set_seed(0)
+    world.backend.set_seed(env.seed(), env.delay_level())
 
 
 def random_walk(world: Any, group: cuep.Group, seed: int) -> None:

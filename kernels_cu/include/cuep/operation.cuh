@@ -132,7 +132,7 @@ CUEP_DEVICE bool wait_bank_free(const Operation& op, const uint64_t* done, uint3
     uint64_t since_ns = 0;
     const uint32_t oldest = static_cast<uint32_t>(op.epoch) - num_banks;
     for (uint32_t spin = 1;; spin++) {
-        const uint32_t seen = epoch_of(ld_acquire_sys(done));  // pairs with publish_done of the peer
+        const uint32_t seen = epoch_of(ld_acquire_sys(done));  // pairs with the store of done words by the peer
         if (seen - oldest <= num_banks) return true;
         if (spin % kSpinsPerClock == 0 && give_up(op, Phase::kReuse, peer, oldest, seen, since_ns)) return false;
         relax();
@@ -169,7 +169,7 @@ CUEP_DEVICE void report_refusal(const Params& p, Op op, Cause cause, uint32_t ra
     refusal.what = static_cast<uint32_t>(op) | static_cast<uint32_t>(cause) << 8 | rank << 16;
     refusal.handle = p.handle;
     refusal.ticket = p.ticket;
-    st_release_sys(&p.report->num_refused, number + 1);  // pairs with the host's read in Group.raise_refusals
+    st_release_sys(&p.report->num_refused, number + 1);  // pairs with the host's read in Group.raise_pending
 }
 
 // One thread, at the end of an operation that some rank refused: nothing works on this handle before its next one.
