@@ -12,7 +12,7 @@ from threading import Event
 from typing import Any
 from uuid import UUID
 
-from cuep import env
+from cuep import env, toolchain
 from cuep.agreement import raise_together
 from cuep.backend import Comm
 from cuep.errors import ArgumentError, BackendUnavailable, CuepError, DeviceError
@@ -155,15 +155,18 @@ def choose_gpu(comm: Comm, device: int | None) -> tuple[Gpu, list[RankGpu]]:
 
 
 def wake(device: int | None, is_begun: Event) -> None:
-    """Start the driver and, where it is clear which GPU it will be, make its context. Runs beside other things."""
+    """Start beside other things what takes long: the driver, the context where its GPU is clear, and NVRTC."""
     from cuda.bindings import driver
 
     is_begun.set()
     check(driver.cuInit(0))
     count = check(driver.cuDeviceGetCount())
-    number = env.local_rank() if device is None else device
+    local_rank = env.local_rank()
+    number = local_rank if device is None else device
     if number is not None and count and (device is None or 0 <= device < count):
         check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(number % count))))  # for the process's life
+    if count and local_rank in (None, 0):  # the rank that compiles, or asks which compiler the cache is for
+        toolchain.nvrtc_identity()
 
 
 def visible_gpus() -> list[Gpu]:
