@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -20,8 +22,26 @@ def raise_together(comm: Any, error: CuepError | None) -> None:
             raise other
 
 
-def together(comm: Comm, work: Callable[[], T]) -> T:
-    """Do local work on every rank; if it fails on any, raise on all: there its own error, elsewhere one that tells."""
+def idle_barrier(comm: Any, seconds: float = math.inf) -> bool:
+    """A barrier that sleeps between looks, where there is Ibarrier: a blocking MPI call spins on a core that
+    another rank may need, and cannot give up. False: not all ranks came in time.
+    """
+    if not hasattr(comm, "Ibarrier"):
+        comm.barrier()
+        return True
+    request = comm.Ibarrier()
+    deadline = time.monotonic() + seconds
+    pause = 1e-5
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
+
+
+def together(comm: Comm, work: Callable[[], T], otherwise: type[CuepError] = DeviceError) -> T:
+    """Do local work on every rank; if it fails on any, raise on all: there its own error, elsewhere `otherwise`."""
     result: T | None = None
     problem: Exception | None = None
     try:
@@ -33,7 +53,7 @@ def together(comm: Comm, work: Callable[[], T]) -> T:
         raise problem
     for rank, text in enumerate(problems):
         if text is not None:
-            raise DeviceError(f"rank {rank} failed: {text}")
+            raise otherwise(f"rank {rank} failed: {text}")
     return cast("T", result)
 
 

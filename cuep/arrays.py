@@ -38,9 +38,7 @@ class View:
 
 
 def _itemsize(dtype: str) -> int:
-    if dtype == "bfloat16" or dtype == "float16":
-        return 2
-    return np.dtype(dtype).itemsize if dtype != "bool" else 1
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize  # NumPy alone does not know bfloat16
 
 
 def framework(array: Any) -> str:

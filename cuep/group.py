@@ -52,6 +52,7 @@ class Group:
         self.serial = next(_serials)
         self.world = world
         self.cfg = cfg
+        self._timeout_s = float(cfg.timeout_s or 0)  # GroupConfig has filled it in
         self.rank = world.rank
         self.num_ranks = world.size
         self.num_local_experts = cfg.num_experts // self.num_ranks
@@ -105,7 +106,7 @@ class Group:
             "arena": self.memory.peers,
             "control": address(self.workspace["control"]),
             "report": self.report.address,
-            "timeout_ns": int(float(self.cfg.timeout_s or 0) * 1e9),
+            "timeout_ns": int(self._timeout_s * 1e9),
             "rank": self.rank,
             "handle": 0 if handle is None else handle.serial,
         }
@@ -232,7 +233,7 @@ class Group:
             raise error
 
     def _break_down(self) -> None:
-        self._broken = self.report.timeout(float(self.cfg.timeout_s or 0))
+        self._broken = self.report.timeout(self._timeout_s)
         raise self._broken
 
     def _check_usable(self) -> None:
@@ -261,7 +262,7 @@ class Group:
                     self.check()
                 except CuepError as error:
                     problem = error
-            is_late = self._broken is None and not self.world.meet(float(self.cfg.timeout_s or 0))
+            is_late = self._broken is None and not self.world.meet(self._timeout_s)
             if is_late and problem is None:  # a peer may still be storing into this arena
                 problem = PeerTimeout("close: the peers did not close this group in time; its memory is leaked")
             is_leaked = self._broken is not None or is_late

@@ -56,17 +56,17 @@ class HighThroughput:
         ranks: dict[str, Any] = {"kNumRanks": group.num_ranks}
         routing = ranks | {"kNumExperts": cfg.num_experts, "kNumTopk": cfg.num_topk}
         rows = {"kRowBytes": cfg.row_bytes}
-        smem_bytes = min(_SMEM_BYTES, group.world.backend.max_smem_bytes - _STATIC_SMEM_BYTES)
+        max_smem_bytes = group.world.backend.max_smem_bytes
         self._route = ModeKernel(group, "route", "ballot", routing, {}, most_blocks=_ROUTE_BLOCKS)
         self._dispatch = ModeKernel(
-            group, "dispatch", "bulk", routing | rows, _pipeline(cfg.row_bytes, "kNumWarps", 4, 3, smem_bytes)
+            group, "dispatch", "bulk", routing | rows, _pipeline(cfg.row_bytes, "kNumWarps", 4, 3, max_smem_bytes)
         )
         self._combine = ModeKernel(
             group,
             "combine",
             "push",
             ranks | rows | {"elem_t": elem_type(cfg.dtype)},
-            _pipeline(cfg.row_bytes, "kNumPushWarps", 7, 2, smem_bytes),
+            _pipeline(cfg.row_bytes, "kNumPushWarps", 7, 2, max_smem_bytes),
         )
         self._refusal = self._records(None)
 
@@ -89,7 +89,7 @@ class HighThroughput:
         handle.topk_idx = handle.topk_weights = None
 
     def refuse_route(self, stream: Stream) -> None:
-        self._launch_refusal(self._route, self._refusal.route, stream)
+        self._route.refuse(self._refusal.route, stream)
 
     def prepare_dispatch(self, handle: Handle) -> None:
         """Take a receive buffer at the handle's first dispatch; the handle keeps it until it is closed or dropped."""
@@ -112,11 +112,10 @@ class HighThroughput:
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
         record["num_tokens"] = handle.num_tokens
-        record["is_refused"] = False
         return self._dispatch.launch(record, stream, handle.arrays, x)
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
-        self._launch_refusal(self._dispatch, handle.state.dispatch, stream, handle.arrays)
+        self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         cfg = self._group.cfg
@@ -132,11 +131,10 @@ class HighThroughput:
         record["expert_out_stride"] = expert_out.strides[0]
         record["num_tokens"] = handle.num_tokens
         record["num_rows"] = min(expert_out.shape[0], self._max_rows)
-        record["is_refused"] = False
         return self._combine.launch(record, stream, handle.arrays, expert_out)
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
-        self._launch_refusal(self._combine, handle.state.combine, stream, handle.arrays)
+        self._combine.refuse(handle.state.combine, stream, handle.arrays)
 
     def received(self, handle: Handle) -> dict[str, Array]:
         group, cfg, buffer = self._group, self._group.cfg, handle.state.lease.buffer
@@ -156,12 +154,6 @@ class HighThroughput:
             del fields["topk_weights"]
         return fields | {name: handle.arrays[name] for name in ("src_rank_counts", "expert_counts", "total")}
 
-    def _launch_refusal(self, kernel: ModeKernel, record: Record, stream: Stream, *objects: Any) -> None:
-        record["num_tokens"] = 0
-        record["is_refused"] = True
-        kernel.launch(record, stream, *objects)
-        record["is_refused"] = False
-
     def _records(self, handle: Handle | None) -> HandleState:
         """Params for a handle, or (None) for refusing a call that has no handle."""
         group = self._group
@@ -180,13 +172,14 @@ class HighThroughput:
         )
 
 
-def _pipeline(row_bytes: int, warps_name: str, num_warps: int, num_stages: int, smem_bytes: int) -> dict[str, int]:
+def _pipeline(row_bytes: int, warps_name: str, num_warps: int, num_stages: int, max_smem_bytes: int) -> dict[str, int]:
     """Tunables: how many warps of a block move rows, each with how many in flight, as far as shared memory goes.
 
-    Empty on the CPU backend, which has no shared memory to fill (smem_bytes < 0): the kernel's own defaults.
+    Empty where there is no shared memory to fill: the kernel's own defaults.
     """
-    if smem_bytes < 0:
+    if max_smem_bytes == 0:
         return {}
+    smem_bytes = min(_SMEM_BYTES, max_smem_bytes - _STATIC_SMEM_BYTES)
     fitting = smem_bytes // (row_bytes + 256)
     if fitting < 2:
         raise ArgumentError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cuep import cache, compilers
-from cuep.agreement import raise_together
+from cuep.agreement import idle_barrier, raise_together
 from cuep.errors import ArgumentError, BackendUnavailable, CompileError, CuepError
 from cuep.params import Constant, ParamsLayout
 
@@ -132,7 +132,7 @@ def build_shared(unit: Unit, comm: Any) -> Path:
     error: CuepError | None = None
     if comm.rank == 0:
         path, error = _try_build(unit)
-    _wait_idle(comm)
+    idle_barrier(comm)
     digest, path, error = comm.bcast((unit.digest, path, error), root=0)
     if error is None and comm.rank != 0:
         if path is not None and digest == unit.digest and cache.is_intact(path):
@@ -195,14 +195,6 @@ def _try_build(unit: Unit) -> tuple[Path | None, CuepError | None]:
         return None, error
     except OSError as error:
         return None, CompileError(f"kernel {unit.name}: {error}")
-
-
-def _wait_idle(comm: Any) -> None:
-    """Leave the cores to rank 0's compiler: a rank inside a blocking MPI call would spin on one."""
-    if hasattr(comm, "Ibarrier"):
-        request = comm.Ibarrier()
-        while not request.Test():
-            time.sleep(0.002)
 
 
 def _source(name: str) -> str:

@@ -88,3 +88,10 @@ class ModeKernel:
         record["ticket"] = ticket
         self._kernel.launch(self.grid, record, stream)
         return ticket
+
+    def refuse(self, record: Record, stream: Stream, *objects: Any) -> None:
+        """Enqueue this rank's part as one that it refuses: no tokens, and a word that tells the peers."""
+        record["num_tokens"] = 0
+        record["is_refused"] = True
+        self.launch(record, stream, *objects)
+        record["is_refused"] = False

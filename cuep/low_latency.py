@@ -15,6 +15,7 @@ from cuep.launching import ModeKernel, address, elem_type, threads_for
 if TYPE_CHECKING:
     from cuep.group import Group
     from cuep.handle import Handle
+
 _DISPATCH_REGIONS = ("rows", "headers", "flags", "counts", "totals", "done")
 _COMBINE_REGIONS = ("rows", "flags", "totals", "done")
 
@@ -61,7 +62,7 @@ class LowLatency:
 
     def refuse_route(self, stream: Stream) -> None:
         """The peers' next operation on this routing is dispatch: that is what this rank refuses."""
-        self._launch_refusal(self._dispatch, self._refusal.dispatch, stream)
+        self._dispatch.refuse(self._refusal.dispatch, stream)
 
     def prepare_dispatch(self, handle: Handle) -> None:
         """Nothing to reserve."""
@@ -76,7 +77,6 @@ class LowLatency:
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
         record["num_tokens"] = handle.num_tokens
-        record["is_refused"] = False
         ticket = self._dispatch.launch(record, stream, handle.arrays, x, idx, weights)
         if idx is not None and not stream.is_capturing():  # the copy serves the dispatches that follow
             record["topk_idx"] = address(handle.arrays["ids"])
@@ -85,7 +85,7 @@ class LowLatency:
         return ticket
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
-        self._launch_refusal(self._dispatch, handle.state.dispatch, stream, handle.arrays)
+        self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         group, cfg = self._group, self._group.cfg
@@ -103,20 +103,14 @@ class LowLatency:
         record = handle.state.combine
         record["expert_out"] = expert_out.address
         record["num_tokens"] = handle.num_tokens
-        record["is_refused"] = False
         return self._combine.launch(record, stream, handle.arrays, expert_out)
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
-        self._launch_refusal(self._combine, handle.state.combine, stream, handle.arrays)
+        self._combine.refuse(handle.state.combine, stream, handle.arrays)
 
     def received(self, handle: Handle) -> dict[str, Array]:
         names = ("tokens", "expert_counts", "expert_offsets", "src_rank_counts", "source", "total")
         return {name: handle.arrays[name] for name in names}
-
-    def _launch_refusal(self, kernel: ModeKernel, record: Record, stream: Stream, *objects: Any) -> None:
-        record["num_tokens"] = 0
-        record["is_refused"] = True
-        kernel.launch(record, stream, *objects)
 
     def _records(self, handle: Handle | None) -> HandleState:
         """Params for a handle, or (None) for refusing a call that has no handle."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from cuep import env
+from cuep.agreement import idle_barrier, together
 from cuep.backend import Backend, Comm
 from cuep.errors import ArgumentError, ArgumentTypeError, BackendUnavailable, ClosedError, CuepError, SettingsMismatch
 
@@ -80,22 +80,8 @@ class World:
         Two in a row: a rank that gave up on the first one has left it behind, and its late peer must not take that for
         the rank itself.
         """
-        if not hasattr(self.comm, "Ibarrier"):
-            self.comm.barrier()
-            return True
-        self._is_orderly = self._is_orderly and self._pass_barrier(seconds) and self._pass_barrier(seconds)
+        self._is_orderly = self._is_orderly and all(idle_barrier(self.comm, seconds) for _ in range(2))
         return self._is_orderly
-
-    def _pass_barrier(self, seconds: float) -> bool:
-        request = self.comm.Ibarrier()  # type: ignore[attr-defined]
-        deadline = time.monotonic() + seconds
-        pause = 1e-5
-        while not request.Test():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
-        return True
 
     def close(self) -> None:
         """Close groups that are still open, oldest first, then the backend. Collective; twice is fine.
@@ -159,8 +145,8 @@ def init(comm: Comm | None = None, backend: str = "auto", device: int | None = N
     if wanted != "cpu":
         _wake_driver(device)
     comm, owns_comm = _default_comm() if comm is None else _checked_comm(comm)
-    usable = cuda_problem() is None if wanted == "auto" else False
-    votes = comm.allgather((wanted, usable))
+    problem = cuda_problem() if wanted == "auto" else None
+    votes = comm.allgather((wanted, problem is None))
     for rank, vote in enumerate(votes):
         if vote[0] not in ("auto", "cpu", "cuda"):
             raise ArgumentError(f"rank {rank}: {source}={vote[0]!r} is not allowed; allowed: 'auto', 'cpu', 'cuda'")
@@ -169,7 +155,7 @@ def init(comm: Comm | None = None, backend: str = "auto", device: int | None = N
     if wanted == "auto":
         blind = [rank for rank, vote in enumerate(votes) if not vote[1]]
         name = "cpu" if blind else "cuda"
-        reason = "every rank has a GPU" if not blind else f"no GPU on {_ranks(blind)}: {cuda_problem() or 'see there'}"
+        reason = "every rank has a GPU" if not blind else f"no GPU on {_ranks(blind)}: {problem or 'see there'}"
     else:
         name, reason = wanted, "asked for"
     return World(comm, _make_backend(name, comm, device), reason, owns_comm=owns_comm)
@@ -233,26 +219,16 @@ def _checked_comm(comm: Comm) -> tuple[Comm, bool]:
 
 
 def _make_backend(name: str, comm: Comm, device: int | None) -> Backend:
-    """Build it on every rank, or raise on every rank."""
-    backend: Backend | None = None
-    problem: Exception | None = None
-    try:
-        if name == "cpu":
-            from cuep.backend.cpu import CpuBackend
+    def make() -> Backend:
+        try:
+            if name == "cpu":
+                from cuep.backend.cpu import CpuBackend
 
-            backend = CpuBackend(comm, device)
-        else:
+                return CpuBackend(comm, device)
             from cuep.backend.cuda import CudaBackend
 
-            backend = CudaBackend(comm, device)
-    except CuepError as error:
-        problem = error
-    except ImportError as error:
-        problem = BackendUnavailable(f"the {name} backend needs {error.name}: {error}")
-    problems = comm.allgather(None if problem is None else str(problem))
-    if problem is not None:
-        raise problem
-    failed = [rank for rank, text in enumerate(problems) if text is not None]
-    if failed or backend is None:
-        raise BackendUnavailable(f"the {name} backend failed on rank {failed[0]}: {problems[failed[0]]}")
-    return backend
+            return CudaBackend(comm, device)
+        except ImportError as error:
+            raise BackendUnavailable(f"the {name} backend needs {error.name}: {error}") from error
+
+    return together(comm, make, BackendUnavailable)

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+from kernel_folder import ThreadComm, on_threads
 
 from cuep import jit
 from cuep.backend.cpu import CpuBackend
@@ -376,44 +377,6 @@ def test_backend_arguments(backend: CpuBackend) -> None:
 # ---- symmetric memory
 
 
-class ThreadComm:
-    """Ranks that are threads of this process."""
-
-    def __init__(self, rank: int, size: int, shared: dict[str, Any]) -> None:
-        self.rank, self.size, self._shared, self._serial = rank, size, shared, 0
-
-    def allgather(self, value: Any) -> list[Any]:
-        self._serial += 1
-        self._shared[f"{self._serial} {self.rank}"] = value
-        self.barrier()
-        return [self._shared[f"{self._serial} {rank}"] for rank in range(self.size)]
-
-    def bcast(self, value: Any, root: int = 0) -> Any:
-        return self.allgather(value)[root]
-
-    def barrier(self) -> None:
-        self._shared["barrier"].wait(30)
-
-
-def on_ranks(size: int, work: Any) -> list[Any]:
-    """work(comm) on `size` threads; its results, or what it raised."""
-    shared: dict[str, Any] = {"barrier": threading.Barrier(size)}
-    results: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(ThreadComm(rank, size, shared))
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def test_symmetric_memory_is_shared_and_zeroed() -> None:
     def work(comm: ThreadComm) -> list[int]:
         memory = CpuBackend(comm).symmetric(1000)
@@ -430,7 +393,7 @@ def test_symmetric_memory_is_shared_and_zeroed() -> None:
         return seen
 
     before = {path.name for path in Path("/dev/shm").glob("cuep-*")}
-    assert on_ranks(3, work) == [[1, 2, 3]] * 3
+    assert on_threads(3, work) == [[1, 2, 3]] * 3
     assert {path.name for path in Path("/dev/shm").glob("cuep-*")} <= before
 
 
@@ -441,7 +404,7 @@ def _bytes_at(address: int, count: int) -> npt.NDArray[np.uint8]:
 
 
 def test_symmetric_memory_that_does_not_fit() -> None:
-    results = on_ranks(2, lambda comm: CpuBackend(comm).symmetric(1 << 50))
+    results = on_threads(2, lambda comm: CpuBackend(comm).symmetric(1 << 50))
     assert [type(result) for result in results] == [OutOfSymmetricMemory] * 2
     assert str(2 * (1 << 50)) in str(results[1])
     assert "/dev/shm has" in str(results[1])
@@ -459,7 +422,7 @@ def test_ranks_without_common_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setattr(cpu_memory, "_FOLDER", tmp_path)
     monkeypatch.setattr(cpu_memory.os, "open", blind_open)
-    results = on_ranks(2, lambda comm: CpuBackend(comm).symmetric(100))
+    results = on_threads(2, lambda comm: CpuBackend(comm).symmetric(100))
     assert [type(result) for result in results] == [BackendUnavailable] * 2
     assert "rank 1" in str(results[0])
     assert list(tmp_path.iterdir()) == []
@@ -467,6 +430,6 @@ def test_ranks_without_common_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     hosts = iter(["a", "b"])
     monkeypatch.setattr(cpu, "_boot_id", lambda: next(hosts))
-    results = on_ranks(2, CpuBackend)
+    results = on_threads(2, CpuBackend)
     assert [type(result) for result in results] == [BackendUnavailable] * 2
     assert "one host" in str(results[0])
