@@ -171,7 +171,7 @@ class Group:
     def begin(self) -> Stream:
         """Start a call; returns the stream for a refusal, should the call's own stream not be known. Hold `lock`."""
         self._check_usable()
-        if self.report.has_timed_out:
+        if self.report.is_broken:
             self._break_down()
         self._release_finished()
         return self.fallback_stream()
@@ -219,7 +219,7 @@ class Group:
 
     def raise_pending(self) -> None:
         """Raise what the device has reported so far; does not wait."""
-        if self.report.has_timed_out:
+        if self.report.is_broken:
             self._break_down()
         error: CuepError | None = None
         for refusal in self.report.take_refusals():
@@ -233,7 +233,7 @@ class Group:
             raise error
 
     def _break_down(self) -> None:
-        self._broken = self.report.timeout(self._timeout_s)
+        self._broken = self.report.breakdown(self._timeout_s)
         raise self._broken
 
     def _check_usable(self) -> None:

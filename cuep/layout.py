@@ -13,7 +13,8 @@ from cuep.config import GroupConfig
 from cuep.errors import ArgumentTypeError
 
 ALIGNMENT = 256  # bytes; of every region of the arena
-CONTROL_BYTES = 40  # struct Control in operation.cuh
+CONTROL_BYTES = 48  # struct Control in operation.cuh
+STATE_BYTES = 40  # struct HandleState
 REPORT_BYTES = 136  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
@@ -99,7 +100,7 @@ def handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     tokens, topk = cfg.max_tokens_per_rank, cfg.num_topk
     local_experts = cfg.num_experts // num_ranks
     shapes: Shapes = {
-        "state": ((4,), "uint32"),
+        "state": ((STATE_BYTES // 8,), "uint64"),
         "ids": ((tokens, topk), "int32"),
         "weights": ((tokens, topk), "float32"),
         "y": ((tokens, cfg.hidden), cfg.dtype),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cuep.errors import ArgumentError, CuepError, PeerRefused, PeerTimeout
+from cuep.errors import ArgumentError, CuepError, OrderError, PeerRefused, PeerTimeout
 from cuep.layout import REPORT_BYTES
 
 OPERATIONS = ("create_handle/update", "dispatch", "combine")  # enum Op
@@ -16,10 +16,11 @@ ROUTE = OPERATIONS[0]
 _PHASES = ("reuse of a buffer that the peer reads", "counts of the peer", "rows of the peer")  # enum Phase
 _REFUSALS_KEPT = 8  # kRefusalsKept
 
-_FIELDS = "timed_out op phase peer expected seen epoch num_bad_ids ticket num_refused".split()
+_FIELDS = "broken op phase peer expected seen epoch num_bad_ids ticket num_refused".split()
 _DTYPE = np.dtype([*((name, "u4") for name in _FIELDS), ("refusals", "u4", (_REFUSALS_KEPT, 3))])
 assert _DTYPE.itemsize == REPORT_BYTES
-_TIMED_OUT, _TICKET = _FIELDS.index("timed_out"), _FIELDS.index("ticket")
+_BROKEN, _TICKET = _FIELDS.index("broken"), _FIELDS.index("ticket")
+_OVERLAP = 2  # enum Broken
 
 
 class Cause(enum.IntEnum):
@@ -28,6 +29,9 @@ class Cause(enum.IntEnum):
     CALL = 0
     ZONE_FULL = 1
     TOO_FEW_ROWS = 2
+    TOKEN_COUNT = 3
+    OVERFLOW = 4
+    GRADS_DIFFER = 5
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,22 @@ class Report:
         return int(self._memory.ctypes.data)
 
     @property
-    def has_timed_out(self) -> bool:
-        return self._raw[_TIMED_OUT] != 0
+    def is_broken(self) -> bool:
+        return self._raw[_BROKEN] != 0
 
     @property
     def ticket(self) -> int:
         """Of the last launch that is over."""
         return self._raw[_TICKET]
 
-    def timeout(self, timeout_s: float) -> PeerTimeout:
-        """The error of the wait that ran out of time."""
+    def breakdown(self, timeout_s: float) -> CuepError:
+        """Why the group broke down."""
         words = self._words
+        if words["broken"] == _OVERLAP:
+            return OrderError(
+                f"{OPERATIONS[int(words['op'])]}: two operations of this group ran at once on rank {self._rank}; replays"
+                " of graphs and eager calls of one group must follow one another. The group can only be closed now"
+            )
         awaited = _PHASES[int(words["phase"])].replace("the peer", f"rank {int(words['peer'])}")
         return PeerTimeout(
             f"{OPERATIONS[int(words['op'])]}: rank {self._rank} waited more than {timeout_s:g} s for the {awaited} "

@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_push(con
     if (tid <= kNumRanks) recv_base[tid] = p.recv_base[tid];
 
     // staging must have been read by its owners before it is written again
-    const bool is_off = is_broken(op);
+    const bool is_off = is_stopped(op);
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), 1, tid);
     if (block_any(!is_ok || is_off)) return;

@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (is_skipped(p, is_off_handle)) return;
 
     // the bank must have been read by every peer before it is written again
-    const bool is_off = is_broken(op);
+    const bool is_off = is_stopped(op);
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), p.num_banks, tid);
     if (block_any(!is_ok || is_off)) return;

@@ -386,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         load_token(p, blockIdx.x, token);
         begin_places(token, s);
     }
-    const bool is_off = is_broken(op);
+    const bool is_off = is_stopped(op);
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), p.num_banks, tid);
     if (block_any(!is_ok || is_off)) return;

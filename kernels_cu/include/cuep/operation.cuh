@@ -12,21 +12,30 @@ enum class Phase : uint32_t { kReuse = 0, kCounts = 1, kRows = 2 };  // cuep/sta
 constexpr uint32_t kRefused = 0xffffffffu;  // published instead of a count by a rank whose call was refused
 
 // Why a rank refused, for its own host: the host itself did, or the kernel found something that the host cannot see.
-enum class Cause : uint32_t { kCall = 0, kZoneFull = 1, kTooFewRows = 2 };
+enum class Cause : uint32_t {
+    kCall = 0,
+    kZoneFull = 1,
+    kTooFewRows = 2,
+    kTokenCount = 3,
+    kOverflow = 4,
+    kGradsDiffer = 5,
+};
 
 // Device memory of one rank, one per group. Only the last block of a kernel writes epochs, so that every block of one
 // kernel reads the same.
 struct Control {
-    uint64_t epoch[3];   // last finished epoch of each Op
+    uint64_t epoch[3];   // newest epoch that each Op has taken
     uint32_t blocks[3];  // blocks of the running kernel that are through
-    uint32_t broken;     // a wait has timed out: the group is over
+    uint32_t broken;     // a wait has timed out, or two kernels ran at once: the group is over
+    uint32_t sent;       // blocks of the running kernel that have sent all they owe, where others wait for that
+    uint32_t busy;       // 1 while a kernel of this group runs
 };
 
 constexpr uint32_t kRefusalsKept = 8;
 
 // Host memory of one rank that the host reads without waiting (cuep/status.py).
 struct Report {
-    uint32_t timed_out;  // 1 when the next six words are complete
+    uint32_t broken;  // a Broken when the next six words are complete
     uint32_t op, phase, peer, expected, seen, epoch;
     uint32_t num_bad_ids;  // topk_idx entries outside [-1, num_experts)
     uint32_t ticket;       // of the last launch that is over: the host may let go of what it read
@@ -38,12 +47,16 @@ struct Report {
     } refusals[kRefusalsKept];
 };
 
+// How a group broke down.
+enum class Broken : uint32_t { kNo = 0, kTimeout = 1, kOverlap = 2 };
+
 // Device memory of one handle.
 struct HandleState {
+    uint64_t epoch[3];    // of its newest operation of each Op, for the kernel that completes it
     uint32_t refused;     // 1 + the Op that was refused: what is enqueued behind it does nothing
     uint32_t refused_by;  // the rank that refused
     uint32_t unrouted;    // ht: its last routing was refused: nothing works before the next one
-    uint32_t unused;
+    int32_t num_tokens;   // that its routing has; read only where the host does not know it
 };
 
 struct Operation {
@@ -62,11 +75,47 @@ CUEP_DEVICE Operation begin_operation(const Params& p, Op op) {
     return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op};
 }
 
-// Whether a wait of an earlier kernel timed out. Its epoch never ended, so a kernel that ran now would write over what
-// a late peer has yet to read. For block_any: one thread looks, since another block may break the group at any time.
-// Ask early and use the answer late: the load is relaxed, so it runs beside others.
-CUEP_DEVICE bool is_broken(const Operation& op) {
-    return threadIdx.x == 0 && ld_relaxed_sys(&op.control->broken) != 0;
+// A kernel that only receives: the operation that the handle's last send began.
+template <class Params>
+CUEP_DEVICE Operation resume_operation(const Params& p, Op op) {
+    const uint64_t epoch = p.state->epoch[static_cast<int>(op)];
+    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op};
+}
+
+constexpr int kBadTokenCount = -1;
+
+// Tokens of this call: the host's number, or one on the device, which a CUDA graph may change from replay to replay.
+template <class Params>
+CUEP_DEVICE int tokens_of(const Params& p) {
+    if (p.num_tokens_at == nullptr) return p.num_tokens;
+    const int64_t count = p.is_count_int64 ? *reinterpret_cast<const int64_t*>(p.num_tokens_at)
+                                           : int64_t{*reinterpret_cast<const int32_t*>(p.num_tokens_at)};
+    return count < 0 || count > p.num_tokens ? kBadTokenCount : static_cast<int>(count);
+}
+
+// Tell the host how the group broke down; the first one to find out does.
+CUEP_DEVICE void break_down(const Operation& op, Broken how, Phase phase, int peer, uint32_t expected, uint32_t seen) {
+    if (atom_cas_acq_rel_gpu(&op.control->broken, 0u, 1u) != 0u) return;
+    Report* report = op.report;
+    report->op = static_cast<uint32_t>(op.op);
+    report->phase = static_cast<uint32_t>(phase);
+    report->peer = static_cast<uint32_t>(peer);
+    report->expected = expected;
+    report->seen = seen;
+    report->epoch = static_cast<uint32_t>(op.epoch);
+    st_release_sys(&report->broken, static_cast<uint32_t>(how));  // pairs with the host's read in Group.check
+}
+
+// Whether this kernel must do nothing, for block_any. Either a wait of an earlier kernel timed out: its epoch never
+// ended, so a kernel that ran now would write over what a late peer has yet to read. Or another kernel of this group
+// runs beside this one, as when two graphs are replayed in two streams: both would work in one epoch. One thread looks,
+// since another block may break the group at any time. Ask early and use the answer late: it runs beside other loads.
+CUEP_DEVICE bool is_stopped(const Operation& op) {
+    if (threadIdx.x != 0) return false;
+    if (blockIdx.x == 0 && atom_cas_acq_rel_gpu(&op.control->busy, 0u, 1u) != 0u) {
+        break_down(op, Broken::kOverlap, Phase::kCounts, 0, 0, 0);
+    }
+    return ld_relaxed_sys(&op.control->broken) != 0;
 }
 
 // A word {epoch, value}, written and read in one access: the value cannot be of another epoch.
@@ -84,16 +133,7 @@ CUEP_DEVICE bool give_up(
     const uint64_t now = now_ns();
     if (since_ns == 0) since_ns = now;
     if (now - since_ns < op.timeout_ns) return false;
-    if (atom_cas_acq_rel_gpu(&op.control->broken, 0u, 1u) == 0u) {
-        Report* report = op.report;
-        report->op = static_cast<uint32_t>(op.op);
-        report->phase = static_cast<uint32_t>(phase);
-        report->peer = static_cast<uint32_t>(peer);
-        report->expected = expected;
-        report->seen = seen;
-        report->epoch = static_cast<uint32_t>(op.epoch);
-        st_release_sys(&report->timed_out, 1u);  // pairs with the host's read in Group.check
-    }
+    break_down(op, Broken::kTimeout, phase, peer, expected, seen);
     return true;
 }
 
@@ -144,21 +184,43 @@ CUEP_DEVICE bool block_any(bool predicate) {
     return __syncthreads_or(predicate) != 0;
 }
 
-// True in every thread of the block that gets here last. What all blocks did before happens before what it does then.
-CUEP_DEVICE bool is_last_block(const Operation& op) {
+// True in every thread of the block that counts last. What all blocks did before happens before what it does then.
+CUEP_DEVICE bool is_last(uint32_t* blocks) {
     __shared__ uint32_t arrived;
     __syncthreads();
-    uint32_t* blocks = &op.control->blocks[static_cast<int>(op.op)];
     if (threadIdx.x == 0) arrived = atom_add_acq_rel_gpu(blocks, 1u);
     __syncthreads();
     return arrived == gridDim.x - 1;
 }
 
-// One thread of the last block: the operation is over on this rank.
-CUEP_DEVICE void end_operation(const Operation& op) {
+// Of a kernel whose blocks go on after sending: whether this block is the last to have sent.
+CUEP_DEVICE bool is_last_to_send(const Operation& op) {
+    return is_last(&op.control->sent);
+}
+
+CUEP_DEVICE bool is_last_block(const Operation& op) {
+    return is_last(&op.control->blocks[static_cast<int>(op.op)]);
+}
+
+// One thread of the last block of every kernel. The epoch is taken by the kernel that sends.
+CUEP_DEVICE void end_kernel(const Operation& op) {
     op.control->blocks[static_cast<int>(op.op)] = 0;
-    op.control->epoch[static_cast<int>(op.op)] = op.epoch;
+    op.control->sent = 0;
+    op.control->busy = 0;
     st_relaxed_sys(&op.report->ticket, op.ticket);
+}
+
+// One thread of the last block of a kernel that sends, alone or with the rest of the operation.
+CUEP_DEVICE void end_operation(const Operation& op) {
+    op.control->epoch[static_cast<int>(op.op)] = op.epoch;
+    end_kernel(op);
+}
+
+// One thread of the last block of a kernel that sends what another will receive.
+template <class Params>
+CUEP_DEVICE void end_send(const Params& p, const Operation& op) {
+    p.state->epoch[static_cast<int>(op.op)] = op.epoch;
+    end_operation(op);
 }
 
 // One thread: tell the host that this launch did nothing because `rank` refused its part of an operation.
