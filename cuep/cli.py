@@ -163,7 +163,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
             print("a CPU has no graphs: calls are eager")
     records, wrong = runner.run(world, settings)
     if is_first:
-        columns = ("op", "variant", "us_median", "us_p10", "us_p90", "host_us", "gb_per_s", "checked")
+        columns = ("op", "variant", "us_median", "us_p10", "us_p90", "host_us", "host_cold_us", "gb_per_s", "checked")
         shape = " ".join(f"{name}={value}" for name, value in sizes.items())
         how = "graph replays" if settings.graph else "eager calls"
         print_table(

@@ -16,7 +16,7 @@ from cuep.errors import ArgumentError
 
 RECORD_KEYS = (
     "op variant mode layout reduce backend gpu ranks tokens hidden experts topk dtype quant num_sms graph us_median "
-    "us_p10 us_p90 host_us bytes_remote bytes_total gb_per_s checked commit"
+    "us_p10 us_p90 host_us host_cold_us bytes_remote bytes_total gb_per_s checked commit"
 )
 
 

@@ -148,6 +148,7 @@ def _record(
         "us_p10": timing.us_p10,
         "us_p90": timing.us_p90,
         "host_us": timing.host_us,
+        "host_cold_us": timing.host_cold_us,
         "bytes_remote": moved.remote,
         "bytes_total": moved.total,
         "gb_per_s": round(moved.remote / timing.us_median / 1e3, 2) if timing.us_median else None,
