@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const bool is_off = is_stopped(op);
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), p.num_banks, tid);
-    if (block_any(!is_ok || is_off)) return;
+    if (block_any(!is_ok || is_off)) return stop(op);
 
     // send all that this block owes before it waits for rows
     if (blockIdx.x == gridDim.x - 1 && tid < kNumRanks) {  // pairs with the wait for totals below

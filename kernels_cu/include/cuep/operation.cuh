@@ -28,7 +28,7 @@ struct Control {
     uint32_t blocks[3];  // blocks of the running kernel that are through
     uint32_t broken;     // a wait has timed out, or two kernels ran at once: the group is over
     uint32_t sent;       // blocks of the running kernel that have sent all they owe, where others wait for that
-    uint32_t busy;       // 1 while a kernel of this group runs
+    uint32_t busy;       // kernels of this group that run
 };
 
 constexpr uint32_t kRefusalsKept = 8;
@@ -106,16 +106,21 @@ CUEP_DEVICE void break_down(const Operation& op, Broken how, Phase phase, int pe
     st_release_sys(&report->broken, static_cast<uint32_t>(how));  // pairs with the host's read in Group.check
 }
 
-// Whether this kernel must do nothing, for block_any. Either a wait of an earlier kernel timed out: its epoch never
-// ended, so a kernel that ran now would write over what a late peer has yet to read. Or another kernel of this group
-// runs beside this one, as when two graphs are replayed in two streams: both would work in one epoch. One thread looks,
-// since another block may break the group at any time. Ask early and use the answer late: it runs beside other loads.
+// Whether this kernel must do nothing, for block_any; then it calls stop(). Either a wait of an earlier kernel timed
+// out: its epoch never ended, so a kernel that ran now would write over what a late peer has yet to read. Or another
+// kernel of this group runs beside this one, as when two graphs are replayed in two streams: both would work in one
+// epoch. One thread looks, since another block may break the group at any time. Ask early and use the answer late: both
+// accesses are relaxed and run beside others.
 CUEP_DEVICE bool is_stopped(const Operation& op) {
     if (threadIdx.x != 0) return false;
-    if (blockIdx.x == 0 && atom_cas_acq_rel_gpu(&op.control->busy, 0u, 1u) != 0u) {
-        break_down(op, Broken::kOverlap, Phase::kCounts, 0, 0, 0);
-    }
-    return ld_relaxed_sys(&op.control->broken) != 0;
+    const uint32_t broken = ld_relaxed_sys(&op.control->broken);
+    const uint32_t running = blockIdx.x == 0 ? atom_add_relaxed_gpu(&op.control->busy, 1u) : 0;
+    return (broken | running) != 0;
+}
+
+// A kernel ends because it is stopped or gave up: if nobody has said why, another kernel of the group runs.
+CUEP_DEVICE void stop(const Operation& op) {
+    if (threadIdx.x == 0) break_down(op, Broken::kOverlap, Phase::kCounts, 0, 0, 0);
 }
 
 // A word {epoch, value}, written and read in one access: the value cannot be of another epoch.
