@@ -15,7 +15,7 @@ from cuep.errors import ArgumentTypeError
 ALIGNMENT = 256  # bytes; of every region of the arena
 CONTROL_BYTES = 48  # struct Control in operation.cuh
 STATE_BYTES = 40  # struct HandleState
-REPORT_BYTES = 136  # struct Report
+REPORT_BYTES = 168  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
 
@@ -103,7 +103,8 @@ def handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
         "state": ((STATE_BYTES // 8,), "uint64"),
         "ids": ((tokens, topk), "int32"),
         "weights": ((tokens, topk), "float32"),
-        "y": ((tokens, cfg.hidden), cfg.dtype),
+        "y": ((tokens, cfg.hidden), str(cfg.combine_dtype)),
+        "weight_grads": ((tokens, topk), "float32"),
         "expert_counts": ((local_experts,), "int32"),
         "total": ((1,), "int32"),
     }
@@ -127,6 +128,15 @@ def handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
             "src_rank_counts": ((num_ranks,), "int32"),
         }
     return shapes
+
+
+def combine_shape(cfg: GroupConfig, num_ranks: int) -> tuple[int, ...]:
+    """Of what combine takes, at its largest: that of Received.tokens."""
+    if cfg.mode == "ht":
+        return max_recv_rows(cfg, num_ranks), cfg.hidden
+    if cfg.layout == "rank_major":
+        return num_ranks, cfg.max_tokens_per_rank, cfg.hidden
+    return cfg.num_experts // num_ranks, num_ranks * cfg.max_tokens_per_rank, cfg.hidden
 
 
 def workspace_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
@@ -158,7 +168,8 @@ def footprint(cfg: GroupConfig, num_ranks: int) -> dict[str, int]:
 
     Returns:
         {"symmetric": per group, from the symmetric heap; "workspace": per group, from the allocator;
-        "handle": per handle, from the allocator}. Equal to what is then requested.
+        "handle": per handle, from the allocator; "combine_buffer": per handle that asks for one, from the allocator}.
+        Equal to what is then requested.
 
     Raises:
         ArgumentError: the settings do not work on `num_ranks` ranks.
@@ -170,4 +181,5 @@ def footprint(cfg: GroupConfig, num_ranks: int) -> dict[str, int]:
         "symmetric": arena(cfg, num_ranks).num_bytes,
         "handle": num_bytes(handle_arrays(cfg, num_ranks)),
         "workspace": num_bytes(workspace_arrays(cfg, num_ranks)),
+        "combine_buffer": num_bytes({"": (combine_shape(cfg, num_ranks), str(cfg.combine_dtype))}),
     }

@@ -10,7 +10,7 @@ import numpy as np
 from cuep.arrays import View
 from cuep.backend import Array, Record, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
-from cuep.launching import ModeKernel, address, elem_type, threads_for
+from cuep.launching import CombineCall, ModeKernel, address, elem_type, threads_for
 
 if TYPE_CHECKING:
     from cuep.group import Group
@@ -64,10 +64,10 @@ class LowLatency:
         """The peers' next operation on this routing is dispatch: that is what this rank refuses."""
         self._dispatch.refuse(self._refusal.dispatch, stream)
 
-    def prepare_dispatch(self, handle: Handle) -> None:
+    def prepare_dispatch(self, handle: Handle, out: View | None) -> None:
         """Nothing to reserve."""
 
-    def dispatch(self, handle: Handle, x: View, stream: Stream) -> int:
+    def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream, *, send_only: bool) -> int:
         record = handle.state.dispatch
         idx, weights = handle.topk_idx, handle.topk_weights
         if idx is not None:  # a new routing: the kernel reads the caller's arrays and keeps a copy
@@ -99,14 +99,25 @@ class LowLatency:
                 f"expert_out must be C-contiguous and 16-byte aligned, got strides {expert_out.strides} bytes"
             )
 
-    def combine(self, handle: Handle, expert_out: View, stream: Stream) -> int:
+    def combine(self, handle: Handle, call: CombineCall, stream: Stream, *, send_only: bool) -> int:
         record = handle.state.combine
+        expert_out = call.expert_out
         record["expert_out"] = expert_out.address
         record["num_tokens"] = handle.num_tokens
         return self._combine.launch(record, stream, handle.arrays, expert_out)
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
         self._combine.refuse(handle.state.combine, stream, handle.arrays)
+
+    def row_weight_grads_shape(self, handle: Handle) -> tuple[int | None, ...]:
+        cfg = self._group.cfg
+        rows = self._group.num_ranks * cfg.max_tokens_per_rank
+        if cfg.layout == "rank_major":
+            return self._group.num_ranks, cfg.max_tokens_per_rank, cfg.num_topk
+        return self._group.num_local_experts, rows
+
+    def complete(self, handle: Handle, stream: Stream, sent: Any) -> int:
+        raise NotImplementedError
 
     def received(self, handle: Handle) -> dict[str, Array]:
         names = ("tokens", "expert_counts", "expert_offsets", "src_rank_counts", "source", "total")
