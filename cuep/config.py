@@ -12,9 +12,9 @@ from typing import Any
 from cuep import env
 from cuep.errors import ArgumentError
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-_LAYOUTS = {"ll": ("expert_major",), "ht": ("flat",)}
-_REDUCES = {"ll": ("exact",), "ht": ("per_rank",)}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_LAYOUTS = {"ll": ("expert_major", "rank_major"), "ht": ("flat",)}
+_REDUCES = {"expert_major": ("exact", "per_rank"), "rank_major": ("per_rank",), "flat": ("per_rank",)}
 _OPERATIONS = {"ll": ("dispatch", "combine"), "ht": ("route", "dispatch", "combine")}
 MAX_TOPK = 32
 MAX_RANKS = 32
@@ -56,7 +56,9 @@ class GroupConfig:
     max_tokens_per_rank: int
     layout: str | None = None
     dtype: str = "bfloat16"
+    combine_dtype: str | None = None
     reduce: str | None = None
+    expert_ids: str = "local"
     num_buffers: int = 2
     num_sms: int | None = None
     timeout_s: float | None = None
@@ -64,11 +66,16 @@ class GroupConfig:
 
     def __post_init__(self) -> None:
         _require(_is_one_of(self.mode, _LAYOUTS), "mode", self.mode, "'ll' or 'ht'")
-        for name, by_mode in (("layout", _LAYOUTS[self.mode]), ("reduce", _REDUCES[self.mode])):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, by_mode[0])
-            given = getattr(self, name)
-            _require(_is_one_of(given, by_mode), name, given, f"{by_mode} with mode={self.mode!r}")
+        if self.layout is None:
+            object.__setattr__(self, "layout", _LAYOUTS[self.mode][0])
+        allowed = _LAYOUTS[self.mode]
+        _require(_is_one_of(self.layout, allowed), "layout", self.layout, f"{allowed} with mode={self.mode!r}")
+        if self.reduce is None:
+            object.__setattr__(self, "reduce", _REDUCES[str(self.layout)][0])
+        allowed = _REDUCES[str(self.layout)]
+        _require(_is_one_of(self.reduce, allowed), "reduce", self.reduce, f"{allowed} with layout={self.layout!r}")
+        if self.combine_dtype is None:
+            object.__setattr__(self, "combine_dtype", self.dtype)
         _require(_is_one_of(self.dtype, DTYPE_BYTES), "dtype", self.dtype, f"one of {tuple(DTYPE_BYTES)}")
         for name, most in _MOST.items():
             if name != "num_sms" or self.num_sms is not None:
@@ -90,6 +97,10 @@ class GroupConfig:
     @property
     def row_bytes(self) -> int:
         return self.hidden * self.elem_bytes
+
+    @property
+    def combine_row_bytes(self) -> int:
+        return self.hidden * DTYPE_BYTES[str(self.combine_dtype)]
 
     def settings(self) -> dict[str, Any]:
         """What must be equal on all ranks."""

@@ -123,7 +123,9 @@ class Group:
         start = self.arena.offsets[name]
         return self.memory.bytes[start : start + self.arena.regions[name].num_bytes]
 
-    def create_handle(self, topk_idx: Any, topk_weights: Any = None, *, stream: Any = None) -> Handle:
+    def create_handle(
+        self, topk_idx: Any, topk_weights: Any = None, *, num_tokens: Any = None, stream: Any = None
+    ) -> Handle:
         """Fix the routing of one set of tokens. ht: exchanges counts with all ranks (collective).
 
         Args:
@@ -148,7 +150,7 @@ class Group:
                 self.mode.refuse_route(self.fallback_stream())  # the peers wait for this rank's part
                 raise
             self._handles[handle.serial] = handle
-            handle.route(topk_idx, topk_weights, stream)
+            handle.route(topk_idx, topk_weights, stream, num_tokens)
         return handle
 
     def check(self) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from cuep import arrays, layout
 from cuep.backend import Array
 from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, OrderError
+from cuep.launching import CombineCall
 from cuep.status import ROUTE, Refusal
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Handle:
         self.topk_idx: arrays.View | None = None  # the caller's, until a dispatch has copied it (ll)
         self.topk_weights: arrays.View | None = None
         self.has_weights = False
+        self.num_tokens_at: arrays.View | None = None
+        self.has_device_count = False
         self.is_closed = False
         self._group = group
         self._stage = Stage.UNROUTED
@@ -86,7 +89,7 @@ class Handle:
         with backend.active():
             self.state: Any = group.mode.attach(self)  # the mode's own; None once closed
 
-    def route(self, topk_idx: Any, topk_weights: Any, stream: Any) -> None:
+    def route(self, topk_idx: Any, topk_weights: Any, stream: Any, num_tokens: Any = None) -> None:
         group = self._group
         with group.lock:
             chosen = group.begin()
@@ -95,6 +98,9 @@ class Handle:
             try:
                 chosen = group.choose_stream(stream, topk_idx)
                 self._take_routing(topk_idx, topk_weights)
+                count = num_tokens
+                self.num_tokens_at = None if count is None else arrays.view(count, "num_tokens", group.world.backend)
+                self.has_device_count = count is not None
             except (ArgumentError, ArgumentTypeError):
                 group.mode.refuse_route(chosen)  # the peers wait for this rank's part
                 raise
@@ -102,15 +108,15 @@ class Handle:
             self._stage = Stage.ROUTED
             group.leave(chosen)
 
-    def update(self, topk_idx: Any, topk_weights: Any = None, *, stream: Any = None) -> None:
+    def update(self, topk_idx: Any, topk_weights: Any = None, *, num_tokens: Any = None, stream: Any = None) -> None:
         """Give the handle a new routing, as create_handle does, without allocating. ht: collective.
 
         Raises:
             as Group.create_handle. A handle whose update was refused has no routing.
         """
-        self.route(topk_idx, topk_weights, stream)
+        self.route(topk_idx, topk_weights, stream, num_tokens)
 
-    def dispatch(self, x: Any, *, stream: Any = None) -> Received:
+    def dispatch(self, x: Any, *, out: Any = None, send_only: bool = False, stream: Any = None) -> Received:
         """Send this rank's tokens to the ranks of their experts. Collective; may be repeated with the same routing.
 
         Args:
@@ -137,18 +143,41 @@ class Handle:
                 view = arrays.view(x, "x", group.world.backend)
                 arrays.check_matrix(view, "x", self.num_tokens, cfg.hidden, (cfg.dtype,))
                 arrays.check_rows(view, "x", cfg.row_bytes)
-                group.mode.prepare_dispatch(self)
+                taken = None if out is None else arrays.view(out, "out", group.world.backend)
+                group.mode.prepare_dispatch(self, *([taken] if cfg.mode == "ll" else []))
                 _check_apart(view, self.state.recv_range)
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
                 group.mode.refuse_dispatch(self, chosen)  # the peers wait for this rank's part
                 raise
-            self._newest = group.mode.dispatch(self, view, chosen)
+            if cfg.mode == "ll":
+                self._newest = group.mode.dispatch(self, view, taken, chosen, send_only=send_only)
+            else:
+                self._newest = group.mode.dispatch(self, view, chosen)
             self._stage = Stage.DISPATCHED
             group.leave(chosen)
         return self._received(arrays.framework(x))
 
-    def combine(self, expert_out: Any, *, stream: Any = None) -> Any:
+    def complete(self, *, stream: Any = None) -> None:
+        """End a send_only dispatch or combine."""
+        group = self._group
+        with group.lock:
+            group.begin()
+            chosen = group.choose_stream(stream, self.arrays["tokens"])
+            self._newest = group.mode.complete(self, chosen)
+            group.leave(chosen)
+
+    def combine(
+        self,
+        expert_out: Any,
+        *,
+        topk_weights: Any = "handle",
+        bias: Any = (),
+        row_weight_grads: Any = None,
+        out: Any = None,
+        send_only: bool = False,
+        stream: Any = None,
+    ) -> Any:
         """Bring the experts' outputs home. Collective; once after each dispatch.
 
         A combine that was refused on any rank must be preceded by a dispatch again.
@@ -182,9 +211,24 @@ class Handle:
                 self._stage = Stage.ROUTED
                 group.mode.refuse_combine(self, chosen)  # the peers wait for this rank's part
                 raise
-            self._newest = group.mode.combine(self, view, chosen)
+            if group.cfg.mode == "ll":
+                backend = group.world.backend
+                is_own = isinstance(topk_weights, str)
+                call = CombineCall(
+                    view,
+                    arrays.view(self.arrays["y"] if out is None else out, "out", backend),
+                    None if is_own or topk_weights is None else arrays.view(topk_weights, "topk_weights", backend),
+                    topk_weights is not None,
+                    tuple(arrays.view(b, "bias", backend) for b in bias),
+                    None if row_weight_grads is None else arrays.view(row_weight_grads, "row_weight_grads", backend),
+                )
+                self._newest = group.mode.combine(self, call, chosen, send_only=send_only)
+            else:
+                self._newest = group.mode.combine(self, view, chosen)
             self._stage = Stage.COMBINED
             group.leave(chosen)
+        if out is not None:
+            return out
         return self._combined(arrays.framework(expert_out))
 
     def num_recv_tokens(self) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cuep import jit
+from cuep.arrays import View
 from cuep.backend import Array, Record, Stream
 from cuep.errors import ArgumentError, CompileError
 from cuep.kernel import Kernel
@@ -17,9 +19,10 @@ if TYPE_CHECKING:
 _CPU_BLOCKS = 4  # two cores run four ranks: more blocks would only take turns
 _PER_CALL = frozenset(
     "x x_stride topk_idx topk_weights is_int64 expert_out expert_out_stride num_rows num_tokens buffer is_refused"
+    " num_tokens_at is_count_int64 is_send is_receive is_weighted y_stride bias bias_stride row_weight_grads"
     " ticket".split()
 )
-_ELEM_TYPES = {"bfloat16": "cuep::bf16_t", "float32": "float"}
+_ELEM_TYPES = {"bfloat16": "cuep::bf16_t", "float16": "cuep::fp16_t", "float32": "float"}
 
 
 def elem_type(dtype: str) -> str:
@@ -37,6 +40,18 @@ def threads_for(num_vecs: int, most: int = 512) -> int:
 def address(array: Array) -> int:
     """Device address of a NumPy or CuPy array."""
     return int(array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr)
+
+
+@dataclass(frozen=True)
+class CombineCall:
+    """Arguments of one combine, checked."""
+
+    expert_out: View
+    y: View
+    weights: View | None = None
+    is_weighted: bool = True
+    bias: tuple[View, ...] = ()
+    row_weight_grads: View | None = None
 
 
 class ModeKernel:

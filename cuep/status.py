@@ -55,6 +55,10 @@ class Refusal:
             return ArgumentError(
                 f"{self.operation}: expert_out has fewer rows than were received; nothing was combined"
             )
+        if self.cause is Cause.TOKEN_COUNT:
+            return ArgumentError(f"{self.operation}: num_tokens is not from 0 to the rows given; nothing was sent")
+        if self.cause is Cause.GRADS_DIFFER:
+            return ArgumentError(f"{self.operation}: row_weight_grads on some ranks only; nothing was combined")
         return PeerRefused(f"{self.operation}: rank {self.rank} refused its call, so it did nothing on any rank")
 
 
