@@ -13,7 +13,7 @@ from cuep import layout
 from cuep.arrays import View, check_rows
 from cuep.backend import Array, Record, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
-from cuep.launching import ModeKernel, elem_type
+from cuep.launching import CombineCall, ModeKernel, elem_type
 
 if TYPE_CHECKING:
     from cuep.group import Group
@@ -42,6 +42,10 @@ class Lease:
     def __init__(self, free_buffers: list[int]) -> None:
         self.buffer = free_buffers.pop(0)
         self.give_back = weakref.finalize(self, free_buffers.append, self.buffer)
+
+    @property
+    def is_held(self) -> bool:
+        return self.give_back.alive
 
 
 class HighThroughput:
@@ -91,10 +95,10 @@ class HighThroughput:
     def refuse_route(self, stream: Stream) -> None:
         self._route.refuse(self._refusal.route, stream)
 
-    def prepare_dispatch(self, handle: Handle) -> None:
+    def prepare_dispatch(self, handle: Handle, out: View | None) -> None:
         """Take a receive buffer at the handle's first dispatch; the handle keeps it until it is closed or dropped."""
         group, state = self._group, handle.state
-        if state.lease is not None:
+        if state.lease is not None and state.lease.is_held:
             return
         if not self._free_buffers:
             raise ArgumentError(
@@ -107,7 +111,7 @@ class HighThroughput:
         state.recv_range = (first, first + num_bytes)
         state.dispatch["buffer"] = state.lease.buffer
 
-    def dispatch(self, handle: Handle, x: View, stream: Stream) -> int:
+    def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream, *, send_only: bool) -> int:
         record = handle.state.dispatch
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
@@ -125,8 +129,9 @@ class HighThroughput:
             raise ArgumentError(f"expert_out has shape {list(expert_out.shape)}, allowed: [rows, {cfg.hidden}]")
         check_rows(expert_out, "expert_out", cfg.row_bytes)
 
-    def combine(self, handle: Handle, expert_out: View, stream: Stream) -> int:
+    def combine(self, handle: Handle, call: CombineCall, stream: Stream, *, send_only: bool) -> int:
         record = handle.state.combine
+        expert_out = call.expert_out
         record["expert_out"] = expert_out.address
         record["expert_out_stride"] = expert_out.strides[0]
         record["num_tokens"] = handle.num_tokens
@@ -135,6 +140,12 @@ class HighThroughput:
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
         self._combine.refuse(handle.state.combine, stream, handle.arrays)
+
+    def row_weight_grads_shape(self, handle: Handle) -> tuple[int | None, ...]:
+        return (None, self._group.cfg.num_topk) if self._group.cfg.layout == "flat" else (None,)
+
+    def complete(self, handle: Handle, stream: Stream, sent: Any) -> int:
+        raise NotImplementedError  # nothing of this mode is ever pending
 
     def received(self, handle: Handle) -> dict[str, Array]:
         group, cfg, buffer = self._group, self._group.cfg, handle.state.lease.buffer

@@ -15,7 +15,7 @@ from cuep.errors import ArgumentTypeError
 ALIGNMENT = 256  # bytes; of every region of the arena
 CONTROL_BYTES = 48  # struct Control in operation.cuh
 STATE_BYTES = 40  # struct HandleState
-REPORT_BYTES = 136  # struct Report
+REPORT_BYTES = 168  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
 
@@ -71,12 +71,12 @@ def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
         "combine_totals": _words(banks, num_ranks),
         "combine_done": _words(banks, num_ranks),
     }
-    if keeps_weights(cfg):
+    if _keeps_weights(cfg):
         regions["dispatch_weights"] = Region(banks * num_ranks * tokens * topk * 4)
     return regions
 
 
-def keeps_weights(cfg: GroupConfig) -> bool:
+def _keeps_weights(cfg: GroupConfig) -> bool:
     """ll: whether a receiver needs the weights of its rows at combine."""
     return cfg.layout == "expert_major" and cfg.reduce == "per_rank"
 
@@ -108,53 +108,62 @@ def max_recv_rows(cfg: GroupConfig, num_ranks: int) -> int:
 def handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     """What a handle owns outside the symmetric arena."""
     tokens, topk = cfg.max_tokens_per_rank, cfg.num_topk
+    local_experts = cfg.num_experts // num_ranks
     shapes: Shapes = {
         "state": ((STATE_BYTES // 8,), "uint64"),
         "ids": ((tokens, topk), "int32"),
         "weights": ((tokens, topk), "float32"),
         "y": ((tokens, cfg.hidden), str(cfg.combine_dtype)),
-        "expert_counts": ((cfg.num_experts // num_ranks,), "int32"),
+        "weight_grads": ((tokens, topk), "float32"),
+        "expert_counts": ((local_experts,), "int32"),
         "total": ((1,), "int32"),
     }
-    return shapes | (_ll_handle_arrays(cfg, num_ranks) if cfg.mode == "ll" else _ht_handle_arrays(cfg, num_ranks))
+    if cfg.mode == "ll":
+        shapes |= _ll_handle_arrays(cfg, num_ranks)
+    else:
+        shapes |= {
+            "rows": ((tokens, num_ranks), "int32"),
+            "send_base": ((num_ranks,), "int32"),
+            "recv_base": ((num_ranks + 1,), "int32"),
+            "src_rank_counts": ((num_ranks,), "int32"),
+        }
+    return shapes
 
 
 def _ll_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     tokens, topk = cfg.max_tokens_per_rank, cfg.num_topk
     local_experts, rows = cfg.num_experts // num_ranks, num_ranks * tokens
     shapes: Shapes = {
-        "weight_grads": ((tokens, topk), "float32"),
+        "tokens": (combine_shape(cfg, num_ranks), cfg.dtype),
         "own_slot": ((tokens,), "int32"),
         "num_rows": ((num_ranks,), "int32"),
         "token_idx": ((num_ranks, tokens), "int32"),
     }
     if cfg.layout == "rank_major":
         return shapes | {
-            "tokens": ((num_ranks, tokens, cfg.hidden), cfg.dtype),
             "recv_topk_idx": ((num_ranks, tokens, topk), "int32"),
             "recv_topk_weights": ((num_ranks, tokens, topk), "float32"),
             "source": ((num_ranks, tokens, 2), "int32"),
             "src_rank_counts": ((num_ranks,), "int32"),
         }
     shapes |= {
-        "tokens": ((local_experts, rows, cfg.hidden), cfg.dtype),
         "source": ((local_experts, rows, 3), "int32"),
         "expert_offsets": ((local_experts + 1,), "int32"),
         "src_rank_counts": ((local_experts, num_ranks), "int32"),
         "row_idx": ((num_ranks, tokens, topk), "int32"),
     }
-    if keeps_weights(cfg):
+    if _keeps_weights(cfg):
         shapes["recv_weights"] = ((num_ranks, tokens, topk), "float32")
     return shapes
 
 
-def _ht_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
-    return {
-        "rows": ((cfg.max_tokens_per_rank, num_ranks), "int32"),
-        "send_base": ((num_ranks,), "int32"),
-        "recv_base": ((num_ranks + 1,), "int32"),
-        "src_rank_counts": ((num_ranks,), "int32"),
-    }
+def combine_shape(cfg: GroupConfig, num_ranks: int) -> tuple[int, ...]:
+    """Of what combine takes, at its largest: that of Received.tokens."""
+    if cfg.mode == "ht":
+        return max_recv_rows(cfg, num_ranks), cfg.hidden
+    if cfg.layout == "rank_major":
+        return num_ranks, cfg.max_tokens_per_rank, cfg.hidden
+    return cfg.num_experts // num_ranks, num_ranks * cfg.max_tokens_per_rank, cfg.hidden
 
 
 def workspace_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
@@ -186,7 +195,8 @@ def footprint(cfg: GroupConfig, num_ranks: int) -> dict[str, int]:
 
     Returns:
         {"symmetric": per group, from the symmetric heap; "workspace": per group, from the allocator;
-        "handle": per handle, from the allocator}. Equal to what is then requested.
+        "handle": per handle, from the allocator; "combine_buffer": per handle that asks for one, from the allocator}.
+        Equal to what is then requested.
 
     Raises:
         ArgumentError: the settings do not work on `num_ranks` ranks.
@@ -198,4 +208,5 @@ def footprint(cfg: GroupConfig, num_ranks: int) -> dict[str, int]:
         "symmetric": arena(cfg, num_ranks).num_bytes,
         "handle": num_bytes(handle_arrays(cfg, num_ranks)),
         "workspace": num_bytes(workspace_arrays(cfg, num_ranks)),
+        "combine_buffer": num_bytes({"": (combine_shape(cfg, num_ranks), str(cfg.combine_dtype))}),
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cuep.config import GroupConfig
 from cuep.errors import ArgumentError, CuepError, OrderError, PeerRefused, PeerTimeout
 from cuep.layout import REPORT_BYTES
 
@@ -17,7 +18,7 @@ _PHASES = ("reuse of a buffer that the peer reads", "counts of the peer", "rows 
 _REFUSALS_KEPT = 8  # kRefusalsKept
 
 _FIELDS = "broken op phase peer expected seen epoch num_bad_ids ticket num_refused".split()
-_DTYPE = np.dtype([*((name, "u4") for name in _FIELDS), ("refusals", "u4", (_REFUSALS_KEPT, 3))])
+_DTYPE = np.dtype([*((name, "u4") for name in _FIELDS), ("refusals", "u4", (_REFUSALS_KEPT, 4))])
 assert _DTYPE.itemsize == REPORT_BYTES
 _BROKEN, _TICKET = _FIELDS.index("broken"), _FIELDS.index("ticket")
 _OVERLAP = 2  # enum Broken
@@ -43,9 +44,14 @@ class Refusal:
     rank: int
     handle: int
     ticket: int
+    detail: int  # rows that a rank needs, where there were too many
 
-    def error(self, max_tokens_per_rank: int) -> CuepError:
+    def _short_array(self) -> str:
+        return "out" if self.operation == "dispatch" else "expert_out or row_weight_grads"
+
+    def error(self, cfg: GroupConfig) -> CuepError:
         """What to raise about it."""
+        max_tokens_per_rank = cfg.max_tokens_per_rank
         if self.cause is Cause.ZONE_FULL:
             return ArgumentError(
                 f"{self.operation}: topk_idx names an expert more than max_tokens_per_rank={max_tokens_per_rank} times"
@@ -53,12 +59,23 @@ class Refusal:
             )
         if self.cause is Cause.TOO_FEW_ROWS:
             return ArgumentError(
-                f"{self.operation}: expert_out has fewer rows than were received; nothing was combined"
+                f"{self.operation}: {self._short_array()} has fewer rows than were received;"
+                f" nothing was {'dispatched' if self.operation == 'dispatch' else 'combined'}"
             )
         if self.cause is Cause.TOKEN_COUNT:
-            return ArgumentError(f"{self.operation}: num_tokens is not from 0 to the rows given; nothing was sent")
+            return ArgumentError(
+                f"{self.operation}: num_tokens on the device was not between 0 and the rows of topk_idx;"
+                " nothing was sent"
+            )
         if self.cause is Cause.GRADS_DIFFER:
-            return ArgumentError(f"{self.operation}: row_weight_grads on some ranks only; nothing was combined")
+            return ArgumentError(
+                f"{self.operation}: row_weight_grads was given on some ranks and not on others; nothing was combined"
+            )
+        if self.cause is Cause.OVERFLOW:
+            return ArgumentError(
+                f"{self.operation}: rank {self.rank} would receive {self.detail} rows of tokens, more than"
+                f" max_recv_tokens_per_rank={cfg.max_recv_tokens_per_rank}; nothing is sent"
+            )
         return PeerRefused(f"{self.operation}: rank {self.rank} refused its call, so it did nothing on any rank")
 
 
@@ -91,8 +108,9 @@ class Report:
         words = self._words
         if words["broken"] == _OVERLAP:
             return OrderError(
-                f"{OPERATIONS[int(words['op'])]}: two operations of this group ran at once on rank {self._rank}; replays"
-                " of graphs and eager calls of one group must follow one another. The group can only be closed now"
+                f"{OPERATIONS[int(words['op'])]}: two operations of this group ran at once on rank {self._rank};"
+                " replays of graphs and eager calls of one group must follow one another."
+                " The group can only be closed now"
             )
         awaited = _PHASES[int(words["phase"])].replace("the peer", f"rank {int(words['peer'])}")
         return PeerTimeout(
@@ -108,8 +126,9 @@ class Report:
         self._refusals_seen = count
         refusals = []
         for number in range(count - new, count):
-            what, handle, ticket = (int(word) for word in self._words["refusals"][number % _REFUSALS_KEPT])
-            refusals.append(Refusal(OPERATIONS[what & 0xFF], Cause(what >> 8 & 0xFF), what >> 16, handle, ticket))
+            what, handle, ticket, detail = (int(word) for word in self._words["refusals"][number % _REFUSALS_KEPT])
+            cause = Cause(what >> 8 & 0xFF)
+            refusals.append(Refusal(OPERATIONS[what & 0xFF], cause, what >> 16, handle, ticket, detail))
         return refusals
 
     def take_bad_ids(self) -> int:
