@@ -1,4 +1,4 @@
-"""Low latency in all its forms against NumPy, staged pipelines, refusals between phases, and planted bugs of the protocol.
+"""Low latency in all its forms against NumPy, staged pipelines, refusals between phases, and planted bugs.
 
 The oracle here is the rule itself, written down once more: rows by (source rank, token), sums in the order promised.
 """
