@@ -15,6 +15,7 @@ from cuep.errors import ArgumentTypeError
 ALIGNMENT = 256  # bytes; of every region of the arena
 CONTROL_BYTES = 48  # struct Control in operation.cuh
 STATE_BYTES = 40  # struct HandleState
+STATE_NUM_TOKENS = 36  # bytes before its num_tokens
 REPORT_BYTES = 168  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
