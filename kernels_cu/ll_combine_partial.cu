@@ -194,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (is_skipped(p, is_off_handle)) return;
 
     // the bank must have been read by every peer before it is written again
-    const bool is_off = is_stopped(op);
-    if (must_stop(p, op, bank, is_off)) return stop(op);
+    const bool is_off = is_broken(op);
+    if (must_stop(p, op, bank, is_off)) return;
 
     // send all that this block owes before it waits for rows
     if (p.is_send) {
