@@ -42,7 +42,7 @@ class LowLatency:
         cfg = group.cfg
         self._group = group
         is_rank_major = cfg.layout == "rank_major"
-        shape = {"kNumRanks": group.num_ranks, "kNumExperts": cfg.num_experts, "kNumTopk": cfg.num_topk}
+        shape: dict[str, Any] = {"kNumRanks": group.num_ranks, "kNumExperts": cfg.num_experts, "kNumTopk": cfg.num_topk}
         rows_out = {"kRowBytes": cfg.row_bytes}
         rows_home = {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
         self._dispatch = ModeKernel(
