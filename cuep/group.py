@@ -364,11 +364,14 @@ class Group:
         self.is_closed = True
         if is_leaked:  # kernels may still run
             report = self.report if self.is_active else None
-            _leaked.append((self.memory, self.workspace, report, list(self._in_flight)))
+            _leaked.append((self.memory, self.workspace, report, list(self._in_flight), self._pending))
             _leaked.extend(handle.arrays for handle in self._handles.values())
             self.memory.leak()
         for handle in list(self._handles.values()):
             handle.close()
+        self.workspace = {}
+        self._in_flight.clear()
+        self._pending = {"dispatch": [], "combine": []}
         self.world.forget(self)
 
     def __enter__(self) -> Group:
