@@ -96,13 +96,14 @@ class Handle:
         self.is_closed = False
         self._group = group
         self._stage = Stage.UNROUTED
+        self._is_fresh = True  # its state on the device is still to be cleared
         self._newest = 0  # ticket of the newest launch on this handle
         self._sent: CombineCall | arrays.View | None = None  # what complete() still reads
         self._outputs: Any = None  # what complete() returns
         self._exports: dict[tuple[str, str, int], Any] = {}
         backend = group.world.backend
         self.arrays: dict[str, Array] = {
-            name: backend.zeros(shape, layout.dtype_of(dtype), group.cfg.allocator)
+            name: backend.empty(shape, layout.dtype_of(dtype), group.cfg.allocator)
             for name, (shape, dtype) in layout.handle_arrays(group.cfg, group.num_ranks).items()
         }
         with backend.active():
@@ -119,6 +120,9 @@ class Handle:
             try:
                 chosen = group.choose_stream(stream, topk_idx)
                 self._take_routing(topk_idx, topk_weights, num_tokens)
+                if self._is_fresh:
+                    group.world.backend.clear(self.arrays["state"], chosen)
+                    self._is_fresh = False
             except (ArgumentError, ArgumentTypeError):
                 group.refuse_route(chosen)  # the peers wait for this rank's part
                 raise

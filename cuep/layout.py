@@ -148,7 +148,6 @@ def _ll_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
         }
     shapes |= {
         "source": ((local_experts, rows, 3), "int32"),
-        "expert_offsets": ((local_experts + 1,), "int32"),
         "src_rank_counts": ((local_experts, num_ranks), "int32"),
         "row_idx": ((num_ranks, tokens, topk), "int32"),
     }
@@ -173,6 +172,8 @@ def workspace_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     shapes["control"] = ((CONTROL_BYTES // 8,), "uint64")
     if cfg.mode == "ht":
         shapes["high_water"] = ((cfg.num_buffers,), "int32")
+    elif cfg.layout == "expert_major":
+        shapes["expert_offsets"] = ((cfg.num_experts // num_ranks + 1,), "int32")
     return shapes
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DISPATCH_REGIONS = ("rows", "headers", "weights", "flags", "counts", "totals", "done")
 _COMBINE_REGIONS = ("rows", "grads", "flags", "totals", "done")
 _OF_SOME_FORMS = ("row_idx", "recv_weights", "recv_topk_idx", "recv_topk_weights")  # null in the others
-_RECEIVED = ("tokens", "expert_counts", "expert_offsets", "src_rank_counts", "source", "total")
+_RECEIVED = ("tokens", "expert_counts", "src_rank_counts", "source", "total")
 _NEEDED = ("bias", "row_weight_grads")  # a variant without them must not ignore them
 _COUNT_IN_STATE = 36  # byte of HandleState::num_tokens
 
@@ -60,10 +60,10 @@ class LowLatency:
             self._tunables(cfg.combine_row_bytes),
         )
         self._refusal = self._records(None)
+        if "expert_offsets" in group.workspace:
+            group.workspace["expert_offsets"][...] = group.world.backend.asarray(self._expert_offsets())
 
     def attach(self, handle: Handle) -> HandleState:
-        if "expert_offsets" in handle.arrays:
-            handle.arrays["expert_offsets"][...] = self._group.world.backend.asarray(self._expert_offsets())
         return self._records(handle)
 
     def detach(self, handle: Handle) -> None:
@@ -156,7 +156,9 @@ class LowLatency:
 
     def received(self, handle: Handle) -> dict[str, Array]:
         fields = {name: handle.arrays[name] for name in _RECEIVED if name in handle.arrays}
-        if self._group.cfg.layout == "rank_major":
+        if self._group.cfg.layout == "expert_major":
+            fields["expert_offsets"] = self._group.workspace["expert_offsets"]
+        else:
             fields["topk_idx"] = handle.arrays["recv_topk_idx"]
             if handle.has_weights:
                 fields["topk_weights"] = handle.arrays["recv_topk_weights"]

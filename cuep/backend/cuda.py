@@ -98,6 +98,10 @@ class CudaBackend:
             self._context.fill_zero(array.data.ptr, array.nbytes)
         return array
 
+    def clear(self, array: Array, stream: CudaStream) -> None:
+        """Zero it, in stream order."""
+        self._context.clear(array.data.ptr, array.nbytes, stream.handle)
+
     def asarray(self, array: npt.NDArray[Any]) -> Array:
         """A copy on the device, complete when this returns."""
         source = np.ascontiguousarray(array)
