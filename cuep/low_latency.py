@@ -11,7 +11,7 @@ from cuep import layout
 from cuep.arrays import View
 from cuep.backend import Array, Record, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
-from cuep.launching import CombineCall, ModeKernel, address, elem_type, threads_for
+from cuep.launching import CombineCall, ModeKernel, elem_type, threads_for
 
 if TYPE_CHECKING:
     from cuep.group import Group
@@ -25,12 +25,32 @@ _NEEDED = ("bias", "row_weight_grads")  # a variant without them must not ignore
 _COUNT_IN_STATE = 36  # byte of HandleState::num_tokens
 
 
+class Fields:
+    """Params of a kernel, and what was last put into them: comparing costs much less than setting."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self._names = frozenset(record.dtype.names or ())
+        self._last: dict[str, Any] = {}
+
+    def set(self, **values: Any) -> None:
+        """Set those that this variant of the kernel has."""
+        for name, value in values.items():
+            if self._last.get(name) != value:
+                if name in self._names:
+                    self.record[name] = value
+                elif name in _NEEDED and np.any(value):
+                    raise ArgumentError(f"{name} is not supported by this variant of the kernel")
+                self._last[name] = value
+
+
 @dataclass
 class HandleState:
-    """Params of a handle's kernels, all but what changes from call to call."""
+    """Params of a handle's kernels."""
 
-    dispatch: Record
-    combine: Record
+    dispatch: Fields
+    combine: Fields
+    at: dict[str, int]  # addresses of the handle's arrays
     recv_range: tuple[int, int] = (0, 0)  # addresses between which dispatch writes rows
     lease: None = None  # the arrays own their memory
 
@@ -74,41 +94,45 @@ class LowLatency:
 
     def refuse_route(self, stream: Stream) -> None:
         """The peers' next operation on this routing is dispatch: that is what this rank refuses."""
-        self._dispatch.refuse(self._refusal.dispatch, stream)
+        self._dispatch.refuse(self._refusal.dispatch.record, stream)
 
     def prepare_dispatch(self, handle: Handle, out: View | None) -> None:
         """Choose where rows go."""
-        record, tokens = handle.state.dispatch, handle.arrays["tokens"]
+        state, shape = handle.state, handle.arrays["tokens"].shape
         if out is None:
-            begin, row_stride = address(tokens), self._group.cfg.row_bytes
+            begin, row_stride = state.at["tokens"], self._group.cfg.row_bytes
         else:
-            _check_rows(out, "out", tokens.shape, self._group.cfg.dtype)
+            _check_rows(out, "out", shape, self._group.cfg.dtype)
             begin, row_stride = out.address, out.strides[1]
-        record["tokens"], record["tokens_stride"] = begin, row_stride
-        handle.state.recv_range = (begin, begin + tokens.shape[0] * tokens.shape[1] * row_stride)
+        state.dispatch.set(tokens=begin, tokens_stride=row_stride)
+        state.recv_range = (begin, begin + shape[0] * shape[1] * row_stride)
 
     def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream, *, send_only: bool) -> int:
-        record = handle.state.dispatch
+        state = handle.state
         idx, weights, count = handle.topk_idx, handle.topk_weights, handle.count
         if idx is not None:  # a new routing: the kernel reads the caller's arrays and keeps a copy
-            record["topk_idx"] = idx.address
-            record["is_int64"] = idx.dtype == "int64"
-            record["topk_weights"] = 0 if weights is None else weights.address
-        record["x"] = x.address
-        record["x_stride"] = x.strides[0]
-        record["num_tokens"] = handle.num_tokens
-        record["is_send"], record["is_receive"] = True, not send_only
-        _set_count(record, handle, count)
-        ticket = self._dispatch.launch(record, stream, handle.arrays, x, out, idx, weights, count)
+            state.dispatch.set(
+                topk_idx=idx.address,
+                is_int64=idx.dtype == "int64",
+                topk_weights=0 if weights is None else weights.address,
+            )
+        state.dispatch.set(
+            x=x.address,
+            x_stride=x.strides[0],
+            num_tokens=handle.num_tokens,
+            num_tokens_at=_count_in_state(handle) if count is None else count.address,
+            is_count_int64=count is not None and count.dtype == "int64",
+            is_send=True,
+            is_receive=not send_only,
+        )
+        ticket = self._dispatch.launch(state.dispatch.record, stream, handle.arrays, x, out, idx, weights, count)
         if idx is not None and not stream.is_capturing():  # the copy serves the dispatches that follow
-            record["topk_idx"] = address(handle.arrays["ids"])
-            record["is_int64"] = False
-            record["topk_weights"] = address(handle.arrays["weights"])
+            state.dispatch.set(topk_idx=state.at["ids"], is_int64=False, topk_weights=state.at["weights"])
             handle.topk_idx = handle.topk_weights = handle.count = None
         return ticket
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
-        self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
+        self._dispatch.refuse(handle.state.dispatch.record, stream, handle.arrays)
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         cfg = self._group.cfg
@@ -121,38 +145,36 @@ class LowLatency:
         return (zones, rows, cfg.num_topk) if cfg.layout == "rank_major" else (zones, rows)
 
     def combine(self, handle: Handle, call: CombineCall, stream: Stream, *, send_only: bool) -> int:
-        record = handle.state.combine
-        own_weights = address(handle.arrays["weights"]) if call.is_weighted else 0
-        grads = call.row_weight_grads
-        record["expert_out"] = call.expert_out.address
-        record["expert_out_stride"] = call.expert_out.strides[1]
-        record["y"] = call.y.address
-        record["y_stride"] = call.y.strides[0]
-        record["num_tokens"] = handle.num_tokens
-        record["is_send"], record["is_receive"] = True, not send_only
-        _set_count(record, handle, None)
-        _fill(
-            record,
+        state, grads = handle.state, call.row_weight_grads
+        own_weights = state.at["weights"] if call.is_weighted else 0
+        state.combine.set(
+            expert_out=call.expert_out.address,
+            expert_out_stride=call.expert_out.strides[1],
+            y=call.y.address,
+            y_stride=call.y.strides[0],
             weights=own_weights if call.weights is None else call.weights.address,  # "per_rank": those of dispatch
             is_weighted=call.is_weighted,
             bias=_both([bias.address for bias in call.bias]),
             bias_stride=_both([bias.strides[0] for bias in call.bias]),
             row_weight_grads=0 if grads is None else grads.address,
-            weight_grads=0 if grads is None else address(handle.arrays["weight_grads"]),
+            weight_grads=0 if grads is None else state.at["weight_grads"],
+            num_tokens=handle.num_tokens,
+            num_tokens_at=_count_in_state(handle),
+            is_send=True,
+            is_receive=not send_only,
         )
-        return self._combine.launch(record, stream, handle.arrays, *call.objects())
+        return self._combine.launch(state.combine.record, stream, handle.arrays, *call.objects())
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
-        self._combine.refuse(handle.state.combine, stream, handle.arrays)
+        self._combine.refuse(handle.state.combine.record, stream, handle.arrays)
 
     def complete(self, handle: Handle, stream: Stream, sent: Any) -> int:
         """The receive phase of the handle's pending operation, with the Params of its send."""
         is_dispatch = handle.pending == "dispatch"
         kernel = self._dispatch if is_dispatch else self._combine
-        record = handle.state.dispatch if is_dispatch else handle.state.combine
-        record["is_send"], record["is_receive"] = False, True
-        _set_count(record, handle, None)
-        return kernel.launch(record, stream, handle.arrays, sent)
+        fields = handle.state.dispatch if is_dispatch else handle.state.combine
+        fields.set(num_tokens_at=_count_in_state(handle), is_count_int64=False, is_send=False, is_receive=True)
+        return kernel.launch(fields.record, stream, handle.arrays, sent)
 
     def received(self, handle: Handle) -> dict[str, Array]:
         fields = {name: handle.arrays[name] for name in _RECEIVED if name in handle.arrays}
@@ -167,7 +189,8 @@ class LowLatency:
     def _records(self, handle: Handle | None) -> HandleState:
         """Params for a handle, or (None) for refusing a call that has no handle."""
         group, cfg = self._group, self._group.cfg
-        own = dict.fromkeys(_OF_SOME_FORMS, 0) | group.handle_values(handle)
+        at = group.handle_values(handle)
+        own = dict.fromkeys(_OF_SOME_FORMS, 0) | at
         own |= {"max_tokens": cfg.max_tokens_per_rank, "num_banks": cfg.num_buffers}
         own |= {"is_global_ids": cfg.expert_ids == "global", "tokens_stride": cfg.row_bytes}
         offsets = group.arena.offsets
@@ -175,8 +198,9 @@ class LowLatency:
         combine = own | {f"{name}_offset": offsets[f"combine_{name}"] for name in _COMBINE_REGIONS}
         is_complete = handle is not None
         return HandleState(
-            self._dispatch.record(dispatch, is_complete=is_complete),
-            self._combine.record(combine, is_complete=is_complete),
+            Fields(self._dispatch.record(dispatch, is_complete=is_complete)),
+            Fields(self._combine.record(combine, is_complete=is_complete)),
+            at,
         )
 
     def _tunables(self, row_bytes: int) -> dict[str, int]:
@@ -206,26 +230,12 @@ def _check_rows(view: View, name: str, shape: tuple[int, ...], dtype: str) -> No
         )
 
 
-def _set_count(record: Record, handle: Handle, callers: View | None) -> None:
-    """Where the kernel finds the number of tokens: the caller's scalar, what dispatch made of it, or in num_tokens."""
-    if callers is not None:
-        at = callers.address
-    else:
-        at = address(handle.arrays["state"]) + _COUNT_IN_STATE if handle.has_device_count else 0
-    record["num_tokens_at"] = at
-    record["is_count_int64"] = callers is not None and callers.dtype == "int64"
+def _count_in_state(handle: Handle) -> int:
+    """Where dispatch has left the number of tokens, if it was on the device; else 0: Params::num_tokens counts."""
+    at: int = handle.state.at["state"] + _COUNT_IN_STATE if handle.has_device_count else 0
+    return at
 
 
-def _both(values: list[int]) -> list[int]:
+def _both(values: list[int]) -> tuple[int, ...]:
     """Of the two biases; 0 where there is none."""
-    return values + [0] * (2 - len(values))
-
-
-def _fill(record: Record, **values: Any) -> None:
-    """Set what this variant's kernel has."""
-    names = record.dtype.names or ()
-    for name, value in values.items():
-        if name in names:
-            record[name] = value
-        elif name in _NEEDED and np.any(value):
-            raise ArgumentError(f"combine: {name} is not supported by this variant of the kernel")
+    return (*values, *[0] * (2 - len(values)))
