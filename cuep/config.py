@@ -12,9 +12,14 @@ from typing import Any
 from cuep import env
 from cuep.errors import ArgumentError
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-_LAYOUTS = {"ll": ("expert_major",), "ht": ("flat",)}
-_REDUCES = {"ll": ("exact",), "ht": ("per_rank",)}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_LAYOUTS = {"ll": ("expert_major", "rank_major"), "ht": ("flat", "expert_major")}
+_REDUCES = {  # of each form, the first is what None means
+    ("ll", "expert_major"): ("exact", "per_rank"),
+    ("ll", "rank_major"): ("per_rank",),
+    ("ht", "flat"): ("per_rank",),
+    ("ht", "expert_major"): ("per_rank",),
+}
 _OPERATIONS = {"ll": ("dispatch", "combine"), "ht": ("route", "dispatch", "combine")}
 MAX_TOPK = 32
 MAX_RANKS = 32
@@ -25,7 +30,11 @@ _MOST = {
     "max_tokens_per_rank": 2**24,
     "num_buffers": 64,
     "num_sms": 2**16,
+    "alignment": 2**16,
+    "max_recv_tokens_per_rank": 2**31 - 1,
 }
+_OPTIONAL = ("num_sms", "max_recv_tokens_per_rank")  # None is allowed
+_HT_ONLY = {"max_recv_tokens_per_rank": None, "overflow": "raise", "alignment": 1}  # name -> default
 
 
 @dataclass(frozen=True)
@@ -34,18 +43,33 @@ class GroupConfig:
 
     Attributes:
         mode: "ll" (low latency: decode, 1 to some hundred tokens) or "ht" (high throughput: training, prefill).
-        layout: how received rows lie: "expert_major" (ll) or "flat" (ht). None: the mode's layout.
+        layout: how received rows lie: ll "expert_major" (a zone of N*B rows for each local expert) or "rank_major" (a
+            zone of B rows for each source rank, one row per token); ht "flat" (one row per (token, rank)) or
+            "expert_major" (one row per (token, k), zones as long as needed). None: the first of the mode's.
         num_experts: experts in all (E), a multiple of the number of ranks; rank r owns E/N consecutive experts.
         hidden: elements of a row (H); a row must be a multiple of 16 bytes.
         num_topk: experts per token (K), 1 to 32.
         max_tokens_per_rank: the most tokens (B) that any rank brings to one dispatch.
-        dtype: element type of rows, "bfloat16" or "float32".
-        reduce: "exact" (ll: weighted fp32 sum in top-k order, rounded once) or "per_rank" (ht: the caller sums its own
-            experts per row; cuep adds the ranks' rows in rank order in fp32). None: the mode's.
+        dtype: element type of rows that are dispatched: "bfloat16", "float16" or "float32".
+        combine_dtype: element type of what combine takes, sends and returns. None: dtype.
+        reduce: how combine sums. "exact" (ll expert_major; the default there): fp32 sum of weight * row in top-k order,
+            rounded once. "per_rank": every rank sends one row per token; the ranks' rows are added in rank order in
+            fp32 and rounded once. With expert_major that row is the rank's weighted fp32 sum over its own experts in
+            top-k order, rounded to combine_dtype; with rank_major and flat the caller has summed its experts, and
+            cuep applies no weights. Error bound of "per_rank": cuep.reference.per_rank_bound.
+        max_recv_tokens_per_rank: ht: rows of Received.tokens, on every rank; None: as many as can ever come.
+        overflow: ht: what happens when a rank would receive more: "raise" (nothing is sent, every rank raises) or
+            "drop" (the last rows in the layout's order are left out, the same on every run).
+        alignment: ht expert_major: every expert's zone starts at a multiple of this many rows.
+        expert_ids: numbering of Received.topk_idx: "local" (0 to L-1) or "global".
         num_buffers: ll: banks that dispatch and combine each rotate through, 1, 2, 4 or 8. ht: handles that may hold
             received rows at the same time, 1 to 64.
-        num_sms: blocks that each kernel may use at most. None: chosen by cuep.
+        num_sms: blocks that each kernel may use at most. None: chosen by cuep. Groups that are used at the same time
+            on one device must fit it together.
         timeout_s: seconds after which a wait for a peer ends in PeerTimeout. None: CUEP_TIMEOUT_S, else 30.
+        allocator: where arrays outside the symmetric heap come from: a pair alloc(bytes) -> address, free(address), or
+            (cuda) a CuPy allocator, bytes -> MemoryPointer. None: the backend's own (CuPy's current pool). May differ
+            between ranks.
         variants: operation -> kernel variant, for example {"dispatch": "direct"}; see kernels_cu/README.md.
     """
 
@@ -56,25 +80,39 @@ class GroupConfig:
     max_tokens_per_rank: int
     layout: str | None = None
     dtype: str = "bfloat16"
+    combine_dtype: str | None = None
     reduce: str | None = None
+    max_recv_tokens_per_rank: int | None = None
+    overflow: str = "raise"
+    alignment: int = 1
+    expert_ids: str = "local"
     num_buffers: int = 2
     num_sms: int | None = None
     timeout_s: float | None = None
+    allocator: Any = field(default=None, compare=False, repr=False)
     variants: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         _require(_is_one_of(self.mode, _LAYOUTS), "mode", self.mode, "'ll' or 'ht'")
-        for name, by_mode in (("layout", _LAYOUTS[self.mode]), ("reduce", _REDUCES[self.mode])):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, by_mode[0])
-            given = getattr(self, name)
-            _require(_is_one_of(given, by_mode), name, given, f"{by_mode} with mode={self.mode!r}")
-        _require(_is_one_of(self.dtype, DTYPE_BYTES), "dtype", self.dtype, f"one of {tuple(DTYPE_BYTES)}")
+        self._choose("layout", _LAYOUTS[self.mode], f"with mode={self.mode!r}")
+        form = f"with mode={self.mode!r}, layout={self.layout!r}"
+        self._choose("reduce", _REDUCES[self.mode, str(self.layout)], form)
+        self._choose("dtype", tuple(DTYPE_BYTES))
+        self._choose("combine_dtype", (self.dtype, *DTYPE_BYTES))
+        self._choose("overflow", ("raise", "drop"))
+        self._choose("expert_ids", ("local", "global"))
         for name, most in _MOST.items():
-            if name != "num_sms" or self.num_sms is not None:
+            if name not in _OPTIONAL or getattr(self, name) is not None:
                 object.__setattr__(self, name, _count(getattr(self, name), name, most))
-        row_rule = f"a row of a multiple of 16 bytes: a multiple of {16 // DTYPE_BYTES[self.dtype]} with {self.dtype}"
-        _require(self.row_bytes % 16 == 0, "hidden", self.hidden, row_rule)
+        for name, default in _HT_ONLY.items() if self.mode == "ll" else ():
+            _require(getattr(self, name) == default, name, getattr(self, name), f"{default!r} with mode='ll'")
+        if self.layout == "flat":
+            _require(self.alignment == 1, "alignment", self.alignment, f"1 {form}")
+        for dtype in {self.dtype, str(self.combine_dtype)}:
+            elems = 16 // DTYPE_BYTES[dtype]
+            row_rule = f"a row of a multiple of 16 bytes: a multiple of {elems} with {dtype}"
+            _require(self.hidden % elems == 0, "hidden", self.hidden, row_rule)
+        _require(_is_allocator(self.allocator), "allocator", self.allocator, "a function, a pair of functions, or None")
         if self.mode == "ll":
             _require(self.num_buffers in (1, 2, 4, 8), "num_buffers", self.num_buffers, "1, 2, 4 or 8 with mode='ll'")
         timeout_s: Any = env.timeout_s() if self.timeout_s is None else self.timeout_s
@@ -91,9 +129,21 @@ class GroupConfig:
     def row_bytes(self) -> int:
         return self.hidden * self.elem_bytes
 
+    @property
+    def combine_row_bytes(self) -> int:
+        return self.hidden * DTYPE_BYTES[str(self.combine_dtype)]
+
     def settings(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"variants": dict(self.variants)}
+        shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "allocator"}
+        return shared | {"variants": dict(self.variants)}
+
+    def _choose(self, name: str, allowed: tuple[str, ...], where: str = "") -> None:
+        """Give a setting that is None the first of what is allowed; refuse any other that is not."""
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, allowed[0])
+        given = getattr(self, name)
+        _require(_is_one_of(given, allowed), name, given, f"{tuple(dict.fromkeys(allowed))} {where}".rstrip())
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ArgumentError unless these settings work on `num_ranks` ranks."""
@@ -106,6 +156,7 @@ class GroupConfig:
         rows = self.num_experts * self.max_tokens_per_rank
         if self.mode == "ht":
             rows = num_ranks * self.max_tokens_per_rank * self.num_topk
+            rows += self.num_experts // num_ranks * (self.alignment - 1)
         if rows >= 2**31:
             product = "num_experts" if self.mode == "ll" else "num_topk * ranks"
             raise ArgumentError(
@@ -127,6 +178,12 @@ def _count(value: Any, name: str, most: int) -> int:
 
 def _is_one_of(value: object, allowed: Iterable[str]) -> bool:
     return isinstance(value, str) and value in tuple(allowed)
+
+
+def _is_allocator(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return len(value) == 2 and all(callable(part) for part in value)
+    return value is None or callable(value)
 
 
 def _checked_variants(variants: Any, mode: str) -> Mapping[str, str]:

@@ -51,6 +51,7 @@ class Group:
         cfg.check_ranks(world.size)
         self.serial = next(_serials)
         self.world = world
+        self.comm = world.comm
         self.cfg = cfg
         self._timeout_s = float(cfg.timeout_s or 0)  # GroupConfig has filled it in
         self.rank = world.rank

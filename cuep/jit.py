@@ -25,6 +25,7 @@ KERNELS_DIR = _BESIDE_PACKAGE if _BESIDE_PACKAGE.is_dir() else Path(__file__).re
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
 _TUNABLE = re.compile(r"^CUEP_TUNABLE\(\s*(\w+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\)", re.MULTILINE)
+_SERVES = re.compile(r"^//[ \t]*serves:(.*)$", re.MULTILINE)
 _SAMPLE = re.compile(r"^//[ \t]*compile:(.*)$", re.MULTILINE)
 
 
@@ -68,9 +69,20 @@ def kernel_names() -> list[str]:
     return sorted(path.stem for path in KERNELS_DIR.glob("*.cu"))
 
 
-def variants(op: str) -> list[str]:
-    """The <variant> of every file kernels_cu/<op>_<variant>.cu."""
-    return [name.removeprefix(f"{op}_") for name in kernel_names() if name.startswith(f"{op}_")]
+def variants(op: str, form: Mapping[str, Any] | None = None) -> list[str]:
+    """The <variant> of every file kernels_cu/<op>_<variant>.cu that serves `form`.
+
+    form: settings of a group, such as {"layout": "flat"}; a file names those that it is limited to in a line
+    `// serves: layout=flat reduce=per_rank`. None: every file.
+    """
+    names = [name for name in kernel_names() if name.startswith(f"{op}_")]
+    return [name.removeprefix(f"{op}_") for name in names if form is None or _is_serving(name, form)]
+
+
+def _is_serving(name: str, form: Mapping[str, Any]) -> bool:
+    """Several values of one setting are separated by commas."""
+    limits = [word.partition("=") for line in _SERVES.findall(_source(name)) for word in line.split()]
+    return all(str(form.get(key)) in values.split(",") for key, _, values in limits)
 
 
 def tunables(name: str) -> dict[str, tuple[int, int]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cuep import jit
+from cuep.arrays import View
 from cuep.backend import Array, Record, Stream
 from cuep.errors import ArgumentError, CompileError
 from cuep.kernel import Kernel
@@ -16,10 +19,27 @@ if TYPE_CHECKING:
 
 _CPU_BLOCKS = 4  # two cores run four ranks: more blocks would only take turns
 _PER_CALL = frozenset(
-    "x x_stride topk_idx topk_weights is_int64 expert_out expert_out_stride num_rows num_tokens buffer is_refused"
-    " ticket".split()
+    "x x_stride topk_idx topk_weights is_int64 num_tokens num_tokens_at is_count_int64 out out_stride out_rows buffer"
+    " expert_out expert_out_stride num_rows weights is_weighted bias bias_stride row_weight_grads weight_grads y y_stride"
+    " is_send is_receive is_refused ticket".split()
 )
-_ELEM_TYPES = {"bfloat16": "cuep::bf16_t", "float32": "float"}
+_ELEM_TYPES = {"bfloat16": "cuep::bf16_t", "float16": "cuep::fp16_t", "float32": "float"}
+
+
+@dataclass(frozen=True)
+class CombineCall:
+    """The checked arguments of one combine."""
+
+    expert_out: View
+    y: View
+    weights: View | None = None  # given with the call
+    is_weighted: bool = True  # False: every weight counts as 1
+    bias: tuple[View, ...] = ()
+    row_weight_grads: View | None = None
+
+    def objects(self) -> tuple[View | None, ...]:
+        """What must stay alive until the kernel has run."""
+        return (self.expert_out, self.y, self.weights, *self.bias, self.row_weight_grads)
 
 
 def elem_type(dtype: str) -> str:
@@ -55,15 +75,16 @@ class ModeKernel:
         self._group = group
         mode = group.cfg.mode
         variant = group.cfg.variants.get(op, default_variant)
-        known = jit.variants(f"{mode}_{op}")
+        form = group.cfg.settings()
+        known = jit.variants(f"{mode}_{op}", form)
         if variant not in known:
-            raise ArgumentError(f"variants[{op!r}]={variant!r} is not allowed; allowed: {known}")
+            where = ", ".join(f"{name}={form[name]!r}" for name in ("mode", "layout", "reduce"))
+            raise ArgumentError(f"variants[{op!r}]={variant!r} is not allowed; allowed with {where}: {known}")
         backend = group.world.backend
-        comm = group.world.comm
         name = f"{mode}_{op}_{variant}"
         known_tunables = jit.tunables(name)  # a variant may have others
         chosen = {key: value for key, value in tunables.items() if key in known_tunables}
-        self._kernel = Kernel(backend, name, constants, comm, chosen)
+        self._kernel = Kernel(backend, name, constants, group.comm, chosen)
         limits = [self._kernel.max_grid, group.cfg.num_sms, most_blocks, _CPU_BLOCKS if backend.name == "cpu" else None]
         self.grid = min(limit for limit in limits if limit is not None)
 
@@ -91,7 +112,17 @@ class ModeKernel:
 
     def refuse(self, record: Record, stream: Stream, *objects: Any) -> None:
         """Enqueue this rank's part as one that it refuses: no tokens, and a word that tells the peers."""
-        record["num_tokens"] = 0
-        record["is_refused"] = True
-        self.launch(record, stream, *objects)
-        record["is_refused"] = False
+        with _changed(record, num_tokens=0, num_tokens_at=0, is_send=True, is_receive=True, is_refused=True):
+            self.launch(record, stream, *objects)
+
+
+@contextmanager
+def _changed(record: Record, **values: Any) -> Iterator[None]:
+    """Fields of a record set for one launch."""
+    names = [name for name in values if name in (record.dtype.names or ())]
+    before = {name: record[name].copy() for name in names}
+    for name in names:
+        record[name] = values[name]
+    yield
+    for name in names:
+        record[name] = before[name]

@@ -87,8 +87,8 @@ class Report:
         words = self._words
         if words["broken"] == _OVERLAP:
             return OrderError(
-                f"{OPERATIONS[int(words['op'])]}: two operations of this group ran at once on rank {self._rank}; replays"
-                " of graphs and eager calls of one group must follow one another. The group can only be closed now"
+                f"{OPERATIONS[int(words['op'])]}: two operations of this group ran at once on rank {self._rank};"
+                " replays of graphs and eager calls of one group must follow one another. The group can only be closed now"
             )
         awaited = _PHASES[int(words["phase"])].replace("the peer", f"rank {int(words['peer'])}")
         return PeerTimeout(
