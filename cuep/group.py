@@ -57,6 +57,7 @@ class Group:
         self.rank = world.rank
         self.num_ranks = world.size
         self.num_local_experts = cfg.num_experts // self.num_ranks
+        self.max_recv_rows = layout.max_recv_rows(cfg, self.num_ranks)
         self.lock = threading.RLock()
         self._process = os.getpid()
         self._last_stream: Stream | None = None
@@ -124,7 +125,9 @@ class Group:
         start = self.arena.offsets[name]
         return self.memory.bytes[start : start + self.arena.regions[name].num_bytes]
 
-    def create_handle(self, topk_idx: Any, topk_weights: Any = None, *, stream: Any = None) -> Handle:
+    def create_handle(
+        self, topk_idx: Any, topk_weights: Any = None, *, num_tokens: Any = None, stream: Any = None
+    ) -> Handle:
         """Fix the routing of one set of tokens. ht: exchanges counts with all ranks (collective).
 
         Args:
@@ -149,7 +152,7 @@ class Group:
                 self.mode.refuse_route(self.fallback_stream())  # the peers wait for this rank's part
                 raise
             self._handles[handle.serial] = handle
-            handle.route(topk_idx, topk_weights, stream)
+            handle.route(topk_idx, topk_weights, stream, num_tokens)
         return handle
 
     def check(self) -> None:
@@ -229,7 +232,7 @@ class Group:
             handle = self._handles.get(refusal.handle)
             if handle is not None:
                 handle.was_refused(refusal)
-            error = error or refusal.error(self.cfg.max_tokens_per_rank)
+            error = error or refusal.error(self.cfg.max_tokens_per_rank, self.max_recv_rows)
         if error is not None:
             raise error
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from cuep import arrays, layout
 from cuep.backend import Array
 from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, OrderError
+from cuep.launching import CombineCall
 from cuep.status import ROUTE, Refusal
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Handle:
         self.topk_idx: arrays.View | None = None  # the caller's, until a dispatch has copied it (ll)
         self.topk_weights: arrays.View | None = None
         self.has_weights = False
+        self.num_tokens_at: arrays.View | None = None
+        self.has_device_count = False
         self.is_closed = False
         self._group = group
         self._stage = Stage.UNROUTED
@@ -86,7 +89,7 @@ class Handle:
         with backend.active():
             self.state: Any = group.mode.attach(self)  # the mode's own; None once closed
 
-    def route(self, topk_idx: Any, topk_weights: Any, stream: Any) -> None:
+    def route(self, topk_idx: Any, topk_weights: Any, stream: Any, num_tokens: Any = None) -> None:
         group = self._group
         with group.lock:
             chosen = group.begin()
@@ -95,6 +98,9 @@ class Handle:
             try:
                 chosen = group.choose_stream(stream, topk_idx)
                 self._take_routing(topk_idx, topk_weights)
+                self.has_device_count = num_tokens is not None
+                if num_tokens is not None:
+                    self.num_tokens_at = arrays.view(num_tokens, "num_tokens", group.world.backend)
             except (ArgumentError, ArgumentTypeError):
                 group.mode.refuse_route(chosen)  # the peers wait for this rank's part
                 raise
@@ -102,15 +108,15 @@ class Handle:
             self._stage = Stage.ROUTED
             group.leave(chosen)
 
-    def update(self, topk_idx: Any, topk_weights: Any = None, *, stream: Any = None) -> None:
+    def update(self, topk_idx: Any, topk_weights: Any = None, *, num_tokens: Any = None, stream: Any = None) -> None:
         """Give the handle a new routing, as create_handle does, without allocating. ht: collective.
 
         Raises:
             as Group.create_handle. A handle whose update was refused has no routing.
         """
-        self.route(topk_idx, topk_weights, stream)
+        self.route(topk_idx, topk_weights, stream, num_tokens)
 
-    def dispatch(self, x: Any, *, stream: Any = None) -> Received:
+    def dispatch(self, x: Any, *, out: Any = None, stream: Any = None) -> Received:
         """Send this rank's tokens to the ranks of their experts. Collective; may be repeated with the same routing.
 
         Args:
@@ -137,18 +143,28 @@ class Handle:
                 view = arrays.view(x, "x", group.world.backend)
                 arrays.check_matrix(view, "x", self.num_tokens, cfg.hidden, (cfg.dtype,))
                 arrays.check_rows(view, "x", cfg.row_bytes)
-                group.mode.prepare_dispatch(self)
+                to = None if out is None else arrays.view(out, "out", group.world.backend)
+                group.mode.prepare_dispatch(self, to)
                 _check_apart(view, self.state.recv_range)
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
                 group.mode.refuse_dispatch(self, chosen)  # the peers wait for this rank's part
                 raise
-            self._newest = group.mode.dispatch(self, view, chosen)
+            self._newest = group.mode.dispatch(self, view, to, chosen)
             self._stage = Stage.DISPATCHED
             group.leave(chosen)
-        return self._received(arrays.framework(x))
+        return self._received(arrays.framework(x), out)
 
-    def combine(self, expert_out: Any, *, stream: Any = None) -> Any:
+    def combine(
+        self,
+        expert_out: Any,
+        *,
+        topk_weights: Any = "handle",
+        bias: Any = (),
+        row_weight_grads: Any = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
         """Bring the experts' outputs home. Collective; once after each dispatch.
 
         A combine that was refused on any rank must be preceded by a dispatch again.
@@ -178,14 +194,23 @@ class Handle:
                 chosen = group.choose_stream(stream, expert_out)
                 view = arrays.view(expert_out, "expert_out", group.world.backend)
                 group.mode.check_expert_out(self, view)
+                call = CombineCall(
+                    view,
+                    arrays.view(self.arrays["y"] if out is None else out, "y", group.world.backend),
+                    is_weighted=topk_weights is not None,
+                    bias=tuple(arrays.view(b, "bias", group.world.backend) for b in bias),
+                    row_weight_grads=None
+                    if row_weight_grads is None
+                    else arrays.view(row_weight_grads, "row_weight_grads", group.world.backend),
+                )
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
                 group.mode.refuse_combine(self, chosen)  # the peers wait for this rank's part
                 raise
-            self._newest = group.mode.combine(self, view, chosen)
+            self._newest = group.mode.combine(self, call, chosen)
             self._stage = Stage.COMBINED
             group.leave(chosen)
-        return self._combined(arrays.framework(expert_out))
+        return self._combined(arrays.framework(expert_out)) if out is None else out
 
     def num_recv_tokens(self) -> int:
         """Rows received: ll after dispatch, ht after create_handle or update. Waits for the device.
@@ -235,12 +260,18 @@ class Handle:
         self.num_tokens = idx.shape[0]
         self.topk_idx, self.topk_weights, self.has_weights = idx, weights, weights is not None
 
-    def _received(self, framework: str) -> Received:
-        key = ("recv", framework, self.has_weights)
+    def release(self) -> None:
+        self._group.mode.release(self)
+        self._exports = {}
+
+    def _received(self, framework: str, out: Any = None) -> Received:
+        key = ("recv", framework, self.has_weights if out is None else id(out))
         if key not in self._exports:
             backend = self._group.world.backend
             fields = self._group.mode.received(self)
             exported = {k: arrays.export(v, framework, backend) for k, v in fields.items()}
+            if out is not None:
+                exported["tokens"] = out
             self._exports[key] = Received(**exported, lease=self.state.lease)
         received: Received = self._exports[key]
         return received

@@ -64,10 +64,10 @@ class LowLatency:
         """The peers' next operation on this routing is dispatch: that is what this rank refuses."""
         self._dispatch.refuse(self._refusal.dispatch, stream)
 
-    def prepare_dispatch(self, handle: Handle) -> None:
+    def prepare_dispatch(self, handle: Handle, out: View | None = None) -> None:
         """Nothing to reserve."""
 
-    def dispatch(self, handle: Handle, x: View, stream: Stream) -> int:
+    def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream) -> int:
         record = handle.state.dispatch
         idx, weights = handle.topk_idx, handle.topk_weights
         if idx is not None:  # a new routing: the kernel reads the caller's arrays and keeps a copy
@@ -99,7 +99,8 @@ class LowLatency:
                 f"expert_out must be C-contiguous and 16-byte aligned, got strides {expert_out.strides} bytes"
             )
 
-    def combine(self, handle: Handle, expert_out: View, stream: Stream) -> int:
+    def combine(self, handle: Handle, call: Any, stream: Stream) -> int:
+        expert_out = call.expert_out
         record = handle.state.combine
         record["expert_out"] = expert_out.address
         record["num_tokens"] = handle.num_tokens

@@ -17,7 +17,7 @@ _PHASES = ("reuse of a buffer that the peer reads", "counts of the peer", "rows 
 _REFUSALS_KEPT = 8  # kRefusalsKept
 
 _FIELDS = "broken op phase peer expected seen epoch num_bad_ids ticket num_refused".split()
-_DTYPE = np.dtype([*((name, "u4") for name in _FIELDS), ("refusals", "u4", (_REFUSALS_KEPT, 3))])
+_DTYPE = np.dtype([*((name, "u4") for name in _FIELDS), ("refusals", "u4", (_REFUSALS_KEPT, 4))])
 assert _DTYPE.itemsize == REPORT_BYTES
 _BROKEN, _TICKET = _FIELDS.index("broken"), _FIELDS.index("ticket")
 _OVERLAP = 2  # enum Broken
@@ -43,9 +43,19 @@ class Refusal:
     rank: int
     handle: int
     ticket: int
+    needed: int = 0  # rows, with Cause.OVERFLOW
 
-    def error(self, max_tokens_per_rank: int) -> CuepError:
+    def error(self, max_tokens_per_rank: int, max_recv_rows: int = 0) -> CuepError:
         """What to raise about it."""
+        if self.cause is Cause.OVERFLOW:
+            return ArgumentError(
+                f"{self.operation}: rank {self.rank} would receive {self.needed} rows, max_recv_tokens_per_rank allows"
+                f" {max_recv_rows}; nothing was routed"
+            )
+        if self.cause is Cause.TOKEN_COUNT:
+            return ArgumentError(f"{self.operation}: num_tokens is negative or more than the rows of topk_idx")
+        if self.cause is Cause.GRADS_DIFFER:
+            return ArgumentError(f"{self.operation}: row_weight_grads was given on some ranks and not on others")
         if self.cause is Cause.ZONE_FULL:
             return ArgumentError(
                 f"{self.operation}: topk_idx names an expert more than max_tokens_per_rank={max_tokens_per_rank} times"
@@ -53,7 +63,8 @@ class Refusal:
             )
         if self.cause is Cause.TOO_FEW_ROWS:
             return ArgumentError(
-                f"{self.operation}: expert_out has fewer rows than were received; nothing was combined"
+                f"{self.operation}: {'out' if self.operation == 'dispatch' else 'expert_out'} has fewer rows than were"
+                " received; nothing was done"
             )
         return PeerRefused(f"{self.operation}: rank {self.rank} refused its call, so it did nothing on any rank")
 
@@ -104,8 +115,9 @@ class Report:
         self._refusals_seen = count
         refusals = []
         for number in range(count - new, count):
-            what, handle, ticket = (int(word) for word in self._words["refusals"][number % _REFUSALS_KEPT])
-            refusals.append(Refusal(OPERATIONS[what & 0xFF], Cause(what >> 8 & 0xFF), what >> 16, handle, ticket))
+            what, handle, ticket, needed = (int(word) for word in self._words["refusals"][number % _REFUSALS_KEPT])
+            operation, cause = OPERATIONS[what & 0xFF], Cause(what >> 8 & 0xFF)
+            refusals.append(Refusal(operation, cause, what >> 16, handle, ticket, needed))
         return refusals
 
     def take_bad_ids(self) -> int:

@@ -1,8 +1,10 @@
+// serves: layout=flat
 // High-throughput routing. One block counts, 32 tokens of a warp at a time with one ballot per rank, how many tokens go
 // to each rank; ranks exchange the matrix of counts; a prefix sum over it gives every (token, rank) the final row that
 // it will have there. No atomics decide an order: rows are in order of source rank, then token. A second block counts
 // and exchanges the pairs of each expert, the others copy the routing into the handle. Cost: two passes over topk_idx
-// in one block, beside them the copy, and one exchange of small words.
+// in one block, beside them the copy, and one exchange of small words. All ranks see in the matrix which rank would
+// receive more rows than it has: then the routing is refused, or rows behind the last one are left out.
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/operation.cuh>
@@ -25,21 +27,25 @@ struct Params {
     const float* topk_weights;  // [num_tokens, kNumTopk] or null
     int32_t* ids;               // handle's copy [max_tokens, kNumTopk]
     float* weights;             // handle's copy [max_tokens, kNumTopk]
-    int32_t* rows;              // [max_tokens, kNumRanks]: row of a token at each rank, or -1
+    int32_t* rows;              // [max_tokens, kNumRanks]: row of a token at each rank, or -1: none, or left out
     int32_t* send_base;         // [kNumRanks]: first row of this rank's tokens at each rank
-    int32_t* recv_base;         // [kNumRanks + 1]: first row here of each source rank; last: all rows
-    int32_t* src_rank_counts;   // [kNumRanks]
-    int32_t* expert_counts;     // [local experts]
-    int32_t* total;             // [1]
+    int32_t* recv_base;         // [kNumRanks + 1]: first row here of each source rank; last: rows that are received
+    int32_t* src_rank_counts;   // [kNumRanks]: rows that are received
+    int32_t* expert_counts;     // [local experts]: pairs of rows that are received
+    int32_t* total;             // [1]: rows for this rank, also those that are left out
     HandleState* state;
     Control* control;
     Report* report;
     int64_t timeout_ns;
-    int32_t num_tokens;
+    const uint8_t* num_tokens_at;  // null, or where the device has the number of tokens
+    int32_t num_tokens;            // rows of topk_idx
+    int32_t max_rows;              // that a rank can receive
     int32_t rank;
     uint32_t handle;
     uint32_t ticket;
+    bool is_count_int64;
     bool is_int64;
+    bool is_drop;     // rows beyond max_rows are left out; otherwise the routing is refused
     bool is_refused;  // publish kRefused instead of counts
 };
 
@@ -62,25 +68,25 @@ CUEP_DEVICE uint64_t* counts_of(const Params& p, int dst, int bank, int src) {
     return reinterpret_cast<uint64_t*>(p.arena[dst] + p.counts_offset) + (bank * kNumRanks + src) * kNumLocalExperts;
 }
 
-CUEP_DEVICE uint32_t ranks_of_token(const Params& p, int t) {
-    if (t >= p.num_tokens) return 0;
+CUEP_DEVICE uint32_t ranks_of_token(const Params& p, int num_tokens, int t) {
+    if (t >= num_tokens) return 0;
     int32_t experts[kNumTopk];
     load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, experts);
     return ranks_of<kNumLocalExperts>(experts);
 }
 
 // First and last + 1 of the tokens of a warp: whole groups of 32, in order.
-CUEP_DEVICE int2 tokens_of_warp(const Params& p) {
-    const int num_groups = (p.num_tokens + 31) / 32, per_warp = (num_groups + kNumWarps - 1) / kNumWarps;
+CUEP_DEVICE int2 tokens_of_warp(int num_tokens) {
+    const int num_groups = (num_tokens + 31) / 32, per_warp = (num_groups + kNumWarps - 1) / kNumWarps;
     const int first = warp_idx() * per_warp * 32;
-    return make_int2(first, min(first + per_warp * 32, (p.num_tokens + 31) / 32 * 32));
+    return make_int2(first, min(first + per_warp * 32, num_groups * 32));
 }
 
-CUEP_DEVICE void count_tokens(const Params& p, Shared& s) {
-    const int2 range = tokens_of_warp(p);
+CUEP_DEVICE void count_tokens(const Params& p, int num_tokens, Shared& s) {
+    const int2 range = tokens_of_warp(num_tokens);
     int32_t num_rows = 0;  // of rank lane_idx()
     for (int first = range.x; first < range.y; first += 32) {
-        const uint32_t rank_mask = ranks_of_token(p, first + lane_idx());
+        const uint32_t rank_mask = ranks_of_token(p, num_tokens, first + lane_idx());
 #pragma unroll
         for (int r = 0; r < kNumRanks; r++) {
             const uint32_t lanes = __ballot_sync(0xffffffffu, rank_mask >> r & 1u);
@@ -91,7 +97,7 @@ CUEP_DEVICE void count_tokens(const Params& p, Shared& s) {
 }
 
 // Exclusive sums over warps; the sums over all of them are this rank's line of the matrix.
-CUEP_DEVICE void add_up_warps(const Params& p, Shared& s) {
+CUEP_DEVICE void add_up_warps(const Params& p, bool is_refused, Shared& s) {
     const int r = threadIdx.x;
     if (r >= kNumRanks) return;
     int32_t sum = 0;
@@ -100,7 +106,7 @@ CUEP_DEVICE void add_up_warps(const Params& p, Shared& s) {
         s.warp_rows[w][r] = sum;
         sum += num_rows;
     }
-    s.matrix[p.rank][r] = p.is_refused ? kRefused : static_cast<uint32_t>(sum);
+    s.matrix[p.rank][r] = is_refused ? kRefused : static_cast<uint32_t>(sum);
 }
 
 CUEP_DEVICE void publish_matrix(const Params& p, const Operation& op, int bank, Shared& s) {
@@ -121,78 +127,111 @@ CUEP_DEVICE bool wait_matrix(const Params& p, const Operation& op, int bank, Sha
     return !block_any(!is_ok);
 }
 
+// Rows for rank dst of the first num_src ranks, also those that are left out.
+CUEP_DEVICE int32_t rows_before(const Shared& s, int num_src, int dst) {
+    int32_t num_rows = 0;
+    for (int src = 0; src < num_src; src++) num_rows += static_cast<int32_t>(s.matrix[src][dst]);
+    return num_rows;
+}
+
+// The first rank that would receive more rows than it has, or -1.
+CUEP_DEVICE int overflowing_rank(const Params& p, const Shared& s) {
+    for (int r = 0; r < kNumRanks; r++) {
+        if (rows_before(s, kNumRanks, r) > p.max_rows) return r;
+    }
+    return -1;
+}
+
+CUEP_DEVICE int refusing_rank(const Params& p, bool is_refused, const Shared& s) {
+    int refused_by = is_refused ? p.rank : -1;
+    for (int r = 0; r < kNumRanks; r++) {
+        if (refused_by < 0 && s.matrix[r][0] == kRefused) refused_by = r;
+    }
+    return refused_by;
+}
+
 CUEP_DEVICE void write_counts(const Params& p, const Shared& s) {
     const int tid = threadIdx.x;
     if (tid <= kNumRanks) {
-        int32_t first_row = 0;
-        for (int src = 0; src < tid; src++) first_row += static_cast<int32_t>(s.matrix[src][p.rank]);
-        p.recv_base[tid] = first_row;
+        const int32_t first_row = rows_before(s, tid, p.rank);
+        p.recv_base[tid] = min(first_row, p.max_rows);
         if (tid == kNumRanks) *p.total = first_row;
     }
     if (tid < kNumRanks) {
-        int32_t first_row = 0;
-        for (int src = 0; src < p.rank; src++) first_row += static_cast<int32_t>(s.matrix[src][tid]);
-        p.send_base[tid] = first_row;
-        p.src_rank_counts[tid] = static_cast<int32_t>(s.matrix[tid][p.rank]);
+        p.send_base[tid] = rows_before(s, p.rank, tid);
+        p.src_rank_counts[tid] =
+            min(rows_before(s, tid + 1, p.rank), p.max_rows) - min(rows_before(s, tid, p.rank), p.max_rows);
     }
 }
 
-CUEP_DEVICE void place_tokens(const Params& p, const Shared& s) {
-    const int2 range = tokens_of_warp(p);
+CUEP_DEVICE void place_tokens(const Params& p, int num_tokens, const Shared& s) {
+    const int2 range = tokens_of_warp(num_tokens);
     const int lane = lane_idx();
     int32_t next_row = 0;  // at rank lane_idx(), of the next token that goes there
     if (lane < kNumRanks) {
-        next_row = s.warp_rows[warp_idx()][lane];
-        for (int src = 0; src < p.rank; src++) next_row += static_cast<int32_t>(s.matrix[src][lane]);
+        next_row = s.warp_rows[warp_idx()][lane] + rows_before(s, p.rank, lane);
     }
     for (int first = range.x; first < range.y; first += 32) {
         const int t = first + lane;
-        const uint32_t rank_mask = ranks_of_token(p, t);
+        const uint32_t rank_mask = ranks_of_token(p, num_tokens, t);
         int32_t rows[kNumRanks];
 #pragma unroll
         for (int r = 0; r < kNumRanks; r++) {
             const uint32_t lanes = __ballot_sync(0xffffffffu, rank_mask >> r & 1u);
             const int32_t row = __shfl_sync(0xffffffffu, next_row, r) + __popc(lanes & ((1u << lane) - 1u));
-            rows[r] = rank_mask >> r & 1u ? row : -1;
+            rows[r] = (rank_mask >> r & 1u) != 0 && row < p.max_rows ? row : -1;
             if (lane == r) next_row += __popc(lanes);
         }
-        if (t < p.num_tokens) {
+        if (t < num_tokens) {
 #pragma unroll
             for (int r = 0; r < kNumRanks; r++) p.rows[static_cast<int64_t>(t) * kNumRanks + r] = rows[r];
         }
     }
 }
 
-// The first block: rows of every (token, rank). False: gave up. refused_by: the rank that refused, or -1.
-CUEP_DEVICE bool route_tokens(const Params& p, const Operation& op, int bank, Shared& s, int& refused_by) {
-    count_tokens(p, s);
-    __syncthreads();
-    add_up_warps(p, s);
-    __syncthreads();
-    publish_matrix(p, op, bank, s);
-    if (!wait_matrix(p, op, bank, s)) return false;
-    refused_by = p.is_refused ? p.rank : -1;
-    for (int r = 0; r < kNumRanks; r++) {
-        if (refused_by < 0 && s.matrix[r][0] == kRefused) refused_by = r;
-    }
-    if (refused_by < 0) {
-        write_counts(p, s);
-        place_tokens(p, s);
-    }
-    return true;
+// How a routing ended. Every block that has the matrix comes to the same.
+struct Outcome {
+    int refused_by;  // the rank whose part was refused, or that would receive too many rows, or -1
+    Cause cause;
+    int32_t num_needed;  // rows that it would receive
+    bool is_cut;         // some rank gets fewer rows than were for it
+};
+
+CUEP_DEVICE Outcome judge(const Params& p, Cause own_cause, const Shared& s) {
+    const int refused_by = refusing_rank(p, p.is_refused || own_cause != Cause::kCall, s);
+    if (refused_by >= 0) return {refused_by, refused_by == p.rank ? own_cause : Cause::kCall, 0, false};
+    const int full = overflowing_rank(p, s);
+    if (full < 0 || p.is_drop) return {-1, Cause::kCall, 0, full >= 0};
+    return {full, Cause::kOverflow, rows_before(s, kNumRanks, full), false};
 }
 
-// The second block: (token, k) pairs of every local expert. False: gave up.
-CUEP_DEVICE bool count_experts(const Params& p, const Operation& op, int bank, Shared& s) {
+// The first block: this rank's line of the matrix, then everybody's. False: gave up.
+CUEP_DEVICE bool exchange_matrix(
+    const Params& p, const Operation& op, int bank, int num_tokens, bool is_refused, Shared& s) {
+    count_tokens(p, num_tokens, s);
+    __syncthreads();
+    add_up_warps(p, is_refused, s);
+    __syncthreads();
+    publish_matrix(p, op, bank, s);
+    return wait_matrix(p, op, bank, s);
+}
+
+// (token, k) pairs of every local expert, from all ranks. kIsCut: only pairs of rows that are received, which this
+// block has placed. False: gave up.
+template <bool kIsCut>
+CUEP_DEVICE bool count_experts(const Params& p, const Operation& op, int bank, int num_tokens, Shared& s) {
     for (int e = threadIdx.x; e < kNumExperts; e += kNumThreads) s.experts[e] = 0;
     __syncthreads();
-    for (int t = threadIdx.x; t < p.num_tokens; t += kNumThreads) {
+    for (int t = threadIdx.x; t < num_tokens; t += kNumThreads) {
         int32_t experts[kNumTopk];
         const uint32_t num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, experts);
         if (num_bad != 0) atom_add_relaxed_sys(&p.report->num_bad_ids, num_bad);
 #pragma unroll
         for (int k = 0; k < kNumTopk; k++) {
-            if (experts[k] >= 0) atomicAdd(&s.experts[experts[k]], 1);
+            const int e = experts[k];
+            if (e < 0) continue;
+            if (kIsCut && p.rows[static_cast<int64_t>(t) * kNumRanks + e / kNumLocalExperts] < 0) continue;
+            atomicAdd(&s.experts[e], 1);
         }
     }
     __syncthreads();
@@ -218,12 +257,23 @@ CUEP_DEVICE bool count_experts(const Params& p, const Operation& op, int bank, S
 }
 
 // The other blocks: the handle's own copy of the routing.
-CUEP_DEVICE void copy_routing(const Params& p, int block, int num_blocks) {
-    for (int64_t i = block * kNumThreads + threadIdx.x; i < int64_t{p.num_tokens} * kNumTopk;
+CUEP_DEVICE void copy_routing(const Params& p, int num_tokens, int block, int num_blocks) {
+    for (int64_t i = block * kNumThreads + threadIdx.x; i < int64_t{num_tokens} * kNumTopk;
          i += num_blocks * kNumThreads) {
         p.ids[i] = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, i / kNumTopk, i % kNumTopk);
         p.weights[i] = p.topk_weights == nullptr ? 1.0f : p.topk_weights[i];
     }
+}
+
+// One thread: what the handle's next operations, and the host, are to know.
+CUEP_DEVICE void write_state(const Params& p, int num_tokens, const Outcome& outcome) {
+    p.state->refused = 0;
+    p.state->num_tokens = num_tokens;
+    p.state->unrouted = outcome.refused_by >= 0;
+    p.state->refused_by = static_cast<uint32_t>(outcome.refused_by);
+    if (outcome.refused_by < 0) return;
+    const uint32_t num_needed = static_cast<uint32_t>(outcome.num_needed);
+    report_refusal(p, Op::kRoute, outcome.cause, p.state->refused_by, num_needed);
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_route_ballot(const __grid_constant__ Params p) {
@@ -235,23 +285,35 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_route_ballot(con
 
     if (block_any(is_stopped(op))) return;
 
+    const bool is_bad_count = tokens_of(p) == kBadTokenCount;
+    const int num_tokens = max(tokens_of(p), 0);
+    const Cause own_cause = is_bad_count && !p.is_refused ? Cause::kTokenCount : Cause::kCall;
+    const bool is_refused = p.is_refused || is_bad_count;  // by this rank
+
     // each block its part; with few blocks the last one has several
-    int refused_by = -1;
+    bool is_cut = false;
     if (block == 0) {
-        if (!route_tokens(p, op, bank, s, refused_by)) return;
-        if (threadIdx.x == 0) {
-            p.state->refused = 0;
-            p.state->unrouted = refused_by >= 0;
-            p.state->refused_by = static_cast<uint32_t>(refused_by);
-            if (refused_by >= 0) report_refusal(p, Op::kRoute, Cause::kCall, p.state->refused_by);
+        if (!exchange_matrix(p, op, bank, num_tokens, is_refused, s)) return;
+        const Outcome outcome = judge(p, own_cause, s);
+        if (outcome.refused_by < 0) {
+            write_counts(p, s);
+            place_tokens(p, num_tokens, s);
         }
+        if (threadIdx.x == 0) write_state(p, num_tokens, outcome);
+        is_cut = outcome.is_cut;
         __syncthreads();
+        // what was placed must be known before pairs that are left out are not counted
+        if (is_cut && !count_experts<true>(p, op, bank, num_tokens, s)) return;
     }
     if (block == min(1, num_blocks - 1)) {
-        if (!count_experts(p, op, bank, s)) return;
+        if (p.is_drop && block != 0) {  // whether the first block has to count
+            if (!wait_matrix(p, op, bank, s)) return;
+            is_cut = judge(p, own_cause, s).is_cut;
+        }
+        if (!is_cut && !count_experts<false>(p, op, bank, num_tokens, s)) return;
     }
     const int first_copier = min(2, num_blocks - 1);
-    if (block >= first_copier) copy_routing(p, block - first_copier, num_blocks - first_copier);
+    if (block >= first_copier) copy_routing(p, num_tokens, block - first_copier, num_blocks - first_copier);
 
     if (is_last_block(op) && threadIdx.x == 0) end_operation(op);
 }

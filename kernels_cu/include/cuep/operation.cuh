@@ -44,6 +44,7 @@ struct Report {
         uint32_t what;  // Op, Cause << 8, rank << 16
         uint32_t handle;
         uint32_t ticket;  // of the launch that did nothing
+        uint32_t needed;  // Cause::kOverflow: rows that the rank would have received
     } refusals[kRefusalsKept];
 };
 
@@ -225,12 +226,13 @@ CUEP_DEVICE void end_send(const Params& p, const Operation& op) {
 
 // One thread: tell the host that this launch did nothing because `rank` refused its part of an operation.
 template <class Params>
-CUEP_DEVICE void report_refusal(const Params& p, Op op, Cause cause, uint32_t rank) {
+CUEP_DEVICE void report_refusal(const Params& p, Op op, Cause cause, uint32_t rank, uint32_t needed = 0) {
     const uint32_t number = p.report->num_refused;
     auto& refusal = p.report->refusals[number % kRefusalsKept];
     refusal.what = static_cast<uint32_t>(op) | static_cast<uint32_t>(cause) << 8 | rank << 16;
     refusal.handle = p.handle;
     refusal.ticket = p.ticket;
+    refusal.needed = needed;
     st_release_sys(&p.report->num_refused, number + 1);  // pairs with the host's read in Group.raise_pending
 }
 
