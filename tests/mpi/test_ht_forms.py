@@ -1,0 +1,472 @@
+"""High throughput, every form: layouts, capacity, counts on the device, rows into the caller's array, bias, gradients.
+
+What must come out is worked out here row by row, from all ranks' inputs, without the oracle's vectorised code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import examples, to_device, to_host
+from hypothesis import strategies as st
+from moe import Step, config, random_step
+
+import cuep
+from cuep import layout, reference
+from cuep.bench.workload import scale
+
+FORMS: dict[str, dict[str, Any]] = {
+    "flat": {"layout": "flat"},
+    "flat_global": {"layout": "flat", "expert_ids": "global", "combine_dtype": "float32"},
+    "expert_major": {"layout": "expert_major"},
+    "aligned": {"layout": "expert_major", "alignment": 8, "combine_dtype": "float16"},
+    "odd": {
+        "layout": "expert_major",
+        "alignment": 3,
+        "num_experts": 16,
+        "hidden": 264,
+        "num_topk": 5,
+        "dtype": "float32",
+        "num_buffers": 1,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def groups(world: Any) -> Iterator[Any]:
+    """Groups by their settings, made at first use and kept for the module."""
+    made: dict[str, cuep.Group] = {}
+
+    def get(form: str, **changes: Any) -> cuep.Group:
+        key = repr((form, sorted(changes.items())))
+        if key not in made:
+            made[key] = cuep.Group(world, config("ht", **(FORMS[form] | changes)))
+        return made[key]
+
+    yield get
+    for group in made.values():
+        group.close()
+
+
+@dataclass
+class Row:
+    """One row of Received.tokens."""
+
+    at: int  # its index; negative: left out
+    rank: int  # that receives it
+    expert: int  # local; -1: flat
+    source: tuple[int, ...]
+
+
+class Expected:
+    """Where every row of a step goes, and what comes back, from all ranks' inputs."""
+
+    def __init__(self, world: Any, cfg: cuep.GroupConfig, step: Step) -> None:
+        self.world, self.cfg = world, cfg
+        parts = world.comm.allgather((step.topk_idx, step.topk_weights, step.x))
+        self.ids = [np.where((ids >= 0) & (ids < cfg.num_experts), ids, -1) for ids, _, _ in parts]
+        self.weights = [np.ones(ids.shape, np.float32) if w is None else w for ids, w, _ in parts]
+        self.x = [x for _, _, x in parts]
+        self.num_local = cfg.num_experts // world.size
+        self.max_rows = layout.max_recv_rows(cfg, world.size)
+        self.offsets = np.zeros((world.size, self.num_local + 1), np.int64)  # as if there was room
+        find = self._flat_rows if cfg.layout == "flat" else self._zone_rows
+        self.rows = [find(rank) for rank in range(world.size)]
+        self.at = {(row.rank, *row.source): row.at for rows in self.rows for row in rows}
+
+    def _flat_rows(self, rank: int) -> list[Row]:
+        owned = [(ids // self.num_local == rank).any(1) for ids in self.ids]
+        sources = [(src, int(token)) for src, is_here in enumerate(owned) for token in np.flatnonzero(is_here)]
+        return [Row(i if i < self.max_rows else -1, rank, -1, source) for i, source in enumerate(sources)]
+
+    def _zone_rows(self, rank: int) -> list[Row]:
+        rows, at = [], 0
+        for local in range(self.num_local):
+            self.offsets[rank, local] = at
+            for src, ids in enumerate(self.ids):
+                for token, k in np.argwhere(ids == rank * self.num_local + local):
+                    source = (src, int(token), int(k))
+                    rows.append(Row(at if at < self.max_rows else -1, rank, local, source))
+                    at += 1
+            at += -at % self.cfg.alignment
+        self.offsets[rank, -1] = at
+        return rows
+
+    @property
+    def kept(self) -> list[Row]:
+        return [row for row in self.rows[self.world.rank] if row.at >= 0]
+
+    def needed(self) -> list[int]:
+        """Rows that each rank must have."""
+        return [int(self.offsets[r, -1]) or len(rows) for r, rows in enumerate(self.rows)]
+
+    def check_received(self, recv: Any) -> None:
+        world, cfg, rank = self.world, self.cfg, self.world.rank
+        have = {name: to_host(world, getattr(recv, name)) for name in ("tokens", "source", "expert_counts", "total")}
+        assert have["total"][0] == len(self.rows[rank])
+        counts, by_source = np.zeros(self.num_local, int), np.zeros((self.num_local, world.size), int)
+        for row in self.kept:
+            src, token = row.source[:2]
+            reference.assert_same(have["tokens"][row.at], self.x[src][token], f"row {row.at}")
+            assert tuple(have["source"][row.at]) == row.source
+            if cfg.layout == "flat":
+                by_source[0, src] += 1
+                mine = self.ids[src][token] // self.num_local == rank
+                counts += np.bincount(self.ids[src][token][mine] % self.num_local, minlength=self.num_local)
+            else:
+                by_source[row.expert, src] += 1
+                counts[row.expert] += 1
+        assert (have["expert_counts"] == counts).all()
+        src_rank_counts = to_host(world, recv.src_rank_counts)
+        if cfg.layout == "flat":
+            assert (src_rank_counts == by_source[0]).all()
+            self._check_ids(recv)
+        else:
+            assert (src_rank_counts == by_source).all()
+            offsets = np.minimum(self.offsets[rank], self.max_rows)
+            assert (to_host(world, recv.expert_offsets) == offsets).all()
+
+    def _check_ids(self, recv: Any) -> None:
+        ids, first = to_host(self.world, recv.topk_idx), self.world.rank * self.num_local
+        for row in self.kept:
+            src, token = row.source
+            mine = self.ids[src][token] // self.num_local == self.world.rank
+            numbered = self.ids[src][token] - (0 if self.cfg.expert_ids == "global" else first)
+            assert (ids[row.at] == np.where(mine, numbered, -1)).all()
+            if recv.topk_weights is not None:
+                weights = np.where(mine, self.weights[src][token], 0)
+                assert (to_host(self.world, recv.topk_weights)[row.at] == weights).all()
+        assert (ids[len(self.kept) :] == -1).all()
+
+    def factor(self, row: Row) -> np.float32:
+        """What a row's expert, or its rank, multiplies it by."""
+        number = row.rank if row.expert < 0 else row.rank * self.num_local + row.expert
+        return np.float32(scale(np.array(number)))
+
+    def expert_out(self, num_rows: int) -> np.ndarray:
+        out = np.full((num_rows, self.cfg.hidden), np.nan, np.float32).astype(self.dtype)
+        for row in self.kept:
+            out[row.at] = self.answer(row)
+        return out
+
+    @property
+    def dtype(self) -> Any:
+        return layout.dtype_of(self.cfg.combine_dtype)
+
+    def answer(self, row: Row) -> np.ndarray:
+        src, token = row.source[:2]
+        return (self.x[src][token].astype(np.float32) * self.factor(row)).astype(self.dtype)
+
+    def y(self, bias: tuple[np.ndarray, ...] = (), is_weighted: bool = True) -> np.ndarray:
+        rank, (num_tokens, hidden) = self.world.rank, self.x[self.world.rank].shape
+        y = np.zeros((num_tokens, hidden), np.float32)
+        for rows in self.rows:
+            partial = np.zeros_like(y)
+            for row in sorted((row for row in rows if row.at >= 0 and row.source[0] == rank), key=lambda r: r.source):
+                token = row.source[1]
+                answer = self.answer(row).astype(np.float32)
+                if self.cfg.layout == "expert_major" and is_weighted:
+                    answer = self.weights[rank][token, row.source[2]] * answer
+                partial[token] += answer
+            y += partial.astype(self.dtype).astype(np.float32)
+        for added in bias:
+            y += added.astype(np.float32)
+        return y.astype(self.dtype)
+
+    def row_grads(self, num_rows: int) -> np.ndarray:
+        """A number for each row (and k, flat) that says where it comes from."""
+        shape = (num_rows, self.cfg.num_topk) if self.cfg.layout == "flat" else (num_rows,)
+        grads = np.full(shape, np.nan, np.float32)
+        for row in self.kept:
+            grads[row.at] = self.grad(row, np.arange(self.cfg.num_topk))
+        return grads
+
+    def grad(self, row: Row, k: np.ndarray) -> Any:
+        src, token = row.source[:2]
+        number = 1 + row.rank * 1e4 + src * 1e3 + token * 32
+        return number + k if len(row.source) == 2 else number + row.source[2]
+
+    def weight_grads(self) -> np.ndarray:
+        rank, ids = self.world.rank, self.ids[self.world.rank]
+        grads = np.zeros(ids.shape, np.float32)
+        for row in (row for rows in self.rows for row in rows if row.at >= 0 and row.source[0] == rank):
+            token = row.source[1]
+            if len(row.source) == 2:
+                mine = ids[token] // self.num_local == row.rank
+                grads[token, mine] = self.grad(row, np.arange(self.cfg.num_topk))[mine]
+            else:
+                grads[token, row.source[2]] = self.grad(row, np.arange(1))
+        return grads
+
+
+def routed(world: Any, group: cuep.Group, step: Step, handle: Any = None, num_tokens: Any = None) -> Any:
+    ids = to_device(world, step.topk_idx)
+    weights = None if step.topk_weights is None else to_device(world, step.topk_weights)
+    if handle is None:
+        return group.create_handle(ids, weights, num_tokens=num_tokens)
+    handle.update(ids, weights, num_tokens=num_tokens)
+    return handle
+
+
+def poison(world: Any, handle: Any, recv: Any) -> None:
+    """recv's topk_idx is left alone: that rows beyond the count stay -1 is cuep's own promise."""
+    recv.tokens[...] = float("nan")
+    recv.source[...] = 777
+    handle.arrays["y"][...] = float("nan")
+    handle.arrays["weight_grads"][...] = float("nan")
+    world.backend.synchronize()
+
+
+def run_form(world: Any, group: cuep.Group, step: Step, handle: Any = None, with_all: bool = False) -> Any:
+    """create_handle or update, dispatch twice, combine; all compared. with_all: bias, gradients, the caller's arrays."""
+    handle = routed(world, group, step, handle)
+    x = to_device(world, step.x)
+    poison(world, handle, handle.dispatch(x))
+    want = Expected(world, group.cfg, step)
+    out = y_out = None
+    bias: tuple[np.ndarray, ...] = ()
+    grads = None
+    if with_all:
+        num_rows = min(max(want.needed()[world.rank], 1), want.max_rows)
+        wide = np.full((num_rows, 2 * group.cfg.hidden), np.nan, np.float32)
+        out = to_device(world, wide.astype(layout.dtype_of(group.cfg.dtype)))[:, : group.cfg.hidden]
+        shape = step.x.shape
+        rng = np.random.default_rng(world.rank)
+        bias = tuple(rng.standard_normal(shape).astype(np.float32).astype(want.dtype) for _ in range(2))
+        y_out = to_device(world, np.full((shape[0], 2 * shape[1]), np.nan, np.float32).astype(want.dtype))
+        y_out = y_out[:, : shape[1]]
+        grads = to_device(world, want.row_grads(num_rows))
+    recv = handle.dispatch(x, out=out)
+    want.check_received(recv)
+    y = handle.combine(
+        to_device(world, want.expert_out(recv.tokens.shape[0])),
+        bias=tuple(to_device(world, b) for b in bias),
+        row_weight_grads=grads,
+        out=y_out,
+    )
+    group.check()
+    reference.assert_same(to_host(world, y), want.y(bias), "y")
+    if with_all:
+        have = to_host(world, handle.arrays["weight_grads"])[: step.num_tokens]
+        reference.assert_same(have, want.weight_grads(), "weight_grads")
+    return handle
+
+
+@pytest.mark.ranks(1, 2, 4, 8)
+@pytest.mark.parametrize("form", FORMS)
+@examples(
+    6,
+    seed=st.integers(0, 10_000),
+    tokens=st.lists(st.integers(0, 16), min_size=8, max_size=8),
+    masked=st.sampled_from([0.0, 0.3, 1.0]),
+    with_all=st.booleans(),
+    has_weights=st.booleans(),
+)
+def test_random_steps(
+    world: Any,
+    groups: Any,
+    form: str,
+    seed: int,
+    tokens: list[int],
+    masked: float,
+    with_all: bool,
+    has_weights: bool,
+) -> None:
+    group = groups(form)
+    step = random_step(world, group.cfg, seed, tokens[world.rank], masked)
+    if not has_weights:
+        step.topk_weights = None
+    run_form(world, group, step, with_all=with_all).close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_duplicates(world: Any, groups: Any, form: str) -> None:
+    """A07: the same expert twice in a token's list."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 1, 9, 0.0)
+    step.topk_idx[:, 1] = step.topk_idx[:, 0]
+    step.topk_idx[3:6] = 1
+    run_form(world, group, step, with_all=True).close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_one(world: Any, groups: Any, form: str) -> None:
+    """topk_weights=None at combine: every weight counts as 1."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 2, 7)
+    handle = routed(world, group, step)
+    recv = handle.dispatch(to_device(world, step.x))
+    want = Expected(world, group.cfg, step)
+    y = handle.combine(to_device(world, want.expert_out(recv.tokens.shape[0])), topk_weights=None)
+    group.check()
+    reference.assert_same(to_host(world, y), want.y(is_weighted=False), "y")
+    handle.close()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("form", ["flat", "aligned"])
+def test_token_counts_on_the_device(world: Any, groups: Any, form: str, dtype: str) -> None:
+    """The rows behind num_tokens are nobody's: their ids may be anything."""
+    group = groups(form)
+    handle = None
+    for number, count in enumerate((0, 5, 12, 3)):
+        step = random_step(world, group.cfg, number, 12, 0.1)
+        step.topk_idx[count:] = 10_000
+        step.x[count:] = np.nan
+        num_tokens = to_device(world, np.array(count, dtype))
+        handle = routed(world, group, step, handle, num_tokens)
+        num_tokens[...] = 99  # it was read
+        recv = handle.dispatch(to_device(world, step.x))
+        want = Expected(world, group.cfg, Step(step.topk_idx[:count], step.topk_weights[:count], step.x[:count]))
+        want.check_received(recv)
+        handle.arrays["y"][...] = float("nan")
+        y = handle.combine(to_device(world, want.expert_out(recv.tokens.shape[0])))
+        group.check()
+        reference.assert_same(to_host(world, y)[:count], want.y(), "y")
+        assert np.isnan(to_host(world, y)[count:].astype(np.float32)).all()
+    handle.close()
+
+
+@pytest.mark.parametrize("count", [-1, 13])
+@pytest.mark.parametrize("form", ["flat", "aligned"])
+def test_a_bad_token_count(world: Any, groups: Any, form: str, count: int) -> None:
+    """The last rank's count is wrong: all ranks refuse, and the next routing works."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 3, 12)
+    is_bad = world.rank == world.size - 1
+    error = cuep.ArgumentError if is_bad else cuep.PeerRefused
+    with pytest.raises(error, match="num_tokens is negative or more" if is_bad else f"rank {world.size - 1} refused"):
+        routed(world, group, step, None, to_device(world, np.array(count if is_bad else 12)))
+        group.check()
+    run_form(world, group, step).close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_on_some_ranks_only(world: Any, groups: Any, form: str) -> None:
+    """Every rank refuses; the next step works."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 4, 6)
+    if world.size > 1:
+        handle = routed(world, group, step)
+        recv = handle.dispatch(to_device(world, step.x))
+        want = Expected(world, group.cfg, step)
+        out = to_device(world, want.expert_out(recv.tokens.shape[0]))
+        grads = to_device(world, want.row_grads(recv.tokens.shape[0])) if world.rank == 0 else None
+        with pytest.raises(cuep.ArgumentError, match="row_weight_grads was given on some ranks"):
+            handle.combine(out, row_weight_grads=grads)
+            group.check()
+        handle.close()
+    run_form(world, group, step, with_all=True).close()
+
+
+@pytest.mark.parametrize("form", ["flat", "aligned"])
+def test_rows_of_out(world: Any, groups: Any, form: str) -> None:
+    """As many rows as were received are enough; one less on one rank is refused on all."""
+    group = groups(form)
+    cfg = group.cfg
+    step = random_step(world, cfg, 5, 12, 0.0)
+    handle = routed(world, group, step)
+    want = Expected(world, cfg, step)
+    needed = want.needed()[world.rank]
+    x = to_device(world, step.x)
+    dtype = layout.dtype_of(cfg.dtype)
+    short = to_device(world, np.zeros((needed - (world.rank == 0), cfg.hidden), dtype))
+    with pytest.raises(cuep.ArgumentError if world.rank == 0 else cuep.PeerRefused):
+        handle.dispatch(x, out=short)
+        group.check()
+    exact = to_device(world, np.zeros((needed, cfg.hidden), dtype))
+    recv = handle.dispatch(x, out=exact)
+    want.check_received(recv)
+    y = handle.combine(to_device(world, want.expert_out(needed)))
+    group.check()
+    reference.assert_same(to_host(world, y), want.y(), "y")
+    handle.close()
+
+
+@pytest.mark.parametrize("form", ["flat", "aligned"])
+def test_receive_buffers(world: Any, groups: Any, form: str) -> None:
+    """Two handles hold both buffers; out= needs a free one for its launch; release() gives one back."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 6, 8)
+    want = Expected(world, group.cfg, step)
+    x = to_device(world, step.x)
+    out = to_device(world, np.zeros((want.max_rows, group.cfg.hidden), layout.dtype_of(group.cfg.dtype)))
+    handles = [routed(world, group, step) for _ in range(3)]
+    for handle in handles:  # one buffer serves them all
+        want.check_received(handle.dispatch(x, out=out))
+    received = [handle.dispatch(x) for handle in handles[:2]]
+    with pytest.raises(cuep.ArgumentError, match="all 2 receive buffers are held"):
+        handles[2].dispatch(x, out=out)
+    handles[0].release()
+    want.check_received(handles[2].dispatch(x))
+    want.check_received(received[1])
+    with pytest.raises(cuep.ArgumentError, match="all 2 receive buffers are held"):
+        handles[0].dispatch(x)
+    handles[2].release()
+    want.check_received(handles[0].dispatch(x))
+    for handle in handles:
+        handle.close()
+    group.check()
+
+
+def lopsided(world: Any, cfg: cuep.GroupConfig, num_tokens: int) -> Step:
+    """Every token to two experts of rank 0, half of them to others, too."""
+    step = random_step(world, cfg, 7, num_tokens, 0.0)
+    step.topk_idx[:, 0] = np.arange(num_tokens) % (cfg.num_experts // world.size)
+    return step
+
+
+@pytest.mark.parametrize("form", ["flat", "expert_major", "aligned"])
+def test_capacity(world: Any, groups: Any, form: str) -> None:
+    """C07, A16: exactly enough rows are enough; one (or one aligned piece) less is refused, or rows are left out."""
+    cfg = groups(form).cfg
+    step = lopsided(world, cfg, 12)
+    most = max(Expected(world, cfg, step).needed())
+    enough = groups(form, max_recv_tokens_per_rank=most)
+    run_form(world, enough, step, with_all=True).close()
+
+    less = most - cfg.alignment
+    refusing = groups(form, max_recv_tokens_per_rank=less)
+    with pytest.raises(cuep.ArgumentError, match=f"rank . would receive {most} rows.* allows {less}"):
+        routed(world, refusing, step)
+        refusing.check()
+    few = lopsided(world, cfg, 2)
+    run_form(world, refusing, few).close()
+
+    for num_rows in (less, max(cfg.alignment, most // 2 // cfg.alignment * cfg.alignment), cfg.alignment):
+        dropping = groups(form, max_recv_tokens_per_rank=num_rows, overflow="drop")
+        handle = run_form(world, dropping, step)
+        handle = run_form(world, dropping, step, handle, with_all=True)
+        handle = run_form(world, dropping, few, handle)
+        handle.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_worst_case_fits(world: Any, groups: Any, form: str) -> None:
+    """C07: all tokens of all ranks to one expert, K times; then to all experts of one rank."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 8, group.cfg.max_tokens_per_rank, 0.0)
+    step.topk_idx[...] = 1
+    handle = run_form(world, group, step)
+    step.topk_idx[...] = np.arange(step.topk_idx.size).reshape(step.topk_idx.shape) % (
+        group.cfg.num_experts // world.size
+    )
+    run_form(world, group, step, handle, with_all=True).close()
+
+
+def test_footprint(world: Any, groups: Any) -> None:
+    """What a group and a handle hold is what footprint says."""
+    for form in FORMS:
+        group = groups(form)
+        handle = routed(world, group, random_step(world, group.cfg, 9, 3))
+        told = cuep.footprint(group.cfg, world.size)
+        assert told["handle"] == sum(array.nbytes for array in handle.arrays.values())
+        assert told["workspace"] == sum(array.nbytes for array in group.workspace.values())
+        buffer = group.mode.combine_buffer(handle)
+        assert buffer.shape == (layout.max_recv_rows(group.cfg, world.size), group.cfg.hidden)
+        assert group.mode.combine_buffer(handle) is buffer
+        handle.close()
