@@ -9,6 +9,7 @@
 #include <cuep/sync.cuh>
 #include <cuep/operation.cuh>
 #include <cuep/topk.cuh>
+#include <cuep/ht_route.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kNumThreads = 1024;
@@ -21,8 +22,9 @@ using namespace cuep;
 
 struct Params {
     uint8_t* arena[kNumRanks];  // symmetric memory of every rank; offsets below are bytes into it
-    int64_t matrix_offset;  // uint64 [kNumBanks, kNumRanks (source), kNumRanks (destination)]: epoch, rows or kRefused
-    int64_t counts_offset;  // uint64 [kNumBanks, kNumRanks (source), local experts]: epoch, (token, k) pairs
+    int64_t
+        matrix_offset;  // uint64 [kRouteBanks, kNumRanks (source), kNumRanks (destination)]: epoch, rows or kRefused
+    int64_t counts_offset;      // uint64 [kRouteBanks, kNumRanks (source), local experts]: epoch, (token, k) pairs
     const uint8_t* topk_idx;    // [num_tokens, kNumTopk] int32 or int64
     const float* topk_weights;  // [num_tokens, kNumTopk] or null
     int32_t* ids;               // handle's copy [max_tokens, kNumTopk]
@@ -50,176 +52,40 @@ struct Params {
 };
 
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
-constexpr int kNumWarps = kNumThreads / 32;
-constexpr int kNumBanks = 2;  // ROUTE_BANKS of cuep/layout.py
+using Places = Matrix<kNumRanks, kNumLocalExperts, kNumTopk, kNumThreads>;
 CUEP_LAUNCH(kNumThreads, 0)
 
 struct Shared {
+    Places places;
     int32_t experts[kNumExperts];  // pairs of this rank per expert, then those of each (source, local expert)
-    int32_t warp_rows[kNumWarps][kNumRanks];  // rows of each warp's tokens to each rank, then those of earlier warps
-    uint32_t matrix[kNumRanks][kNumRanks];    // rows from each rank to each rank, or kRefused
 };
-
-CUEP_DEVICE uint64_t* matrix_of(const Params& p, int dst, int bank, int src) {
-    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.matrix_offset) + (bank * kNumRanks + src) * kNumRanks;
-}
 
 CUEP_DEVICE uint64_t* counts_of(const Params& p, int dst, int bank, int src) {
     return reinterpret_cast<uint64_t*>(p.arena[dst] + p.counts_offset) + (bank * kNumRanks + src) * kNumLocalExperts;
 }
 
-CUEP_DEVICE uint32_t ranks_of_token(const Params& p, int num_tokens, int t) {
-    if (t >= num_tokens) return 0;
-    int32_t experts[kNumTopk];
-    load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, experts);
-    return ranks_of<kNumLocalExperts>(experts);
-}
-
-// First and last + 1 of the tokens of a warp: whole groups of 32, in order.
-CUEP_DEVICE int2 tokens_of_warp(int num_tokens) {
-    const int num_groups = (num_tokens + 31) / 32, per_warp = (num_groups + kNumWarps - 1) / kNumWarps;
-    const int first = warp_idx() * per_warp * 32;
-    return make_int2(first, min(first + per_warp * 32, num_groups * 32));
-}
-
-CUEP_DEVICE void count_tokens(const Params& p, int num_tokens, Shared& s) {
-    const int2 range = tokens_of_warp(num_tokens);
-    int32_t num_rows = 0;  // of rank lane_idx()
-    for (int first = range.x; first < range.y; first += 32) {
-        const uint32_t rank_mask = ranks_of_token(p, num_tokens, first + lane_idx());
-#pragma unroll
-        for (int r = 0; r < kNumRanks; r++) {
-            const uint32_t lanes = __ballot_sync(0xffffffffu, rank_mask >> r & 1u);
-            if (lane_idx() == r) num_rows += __popc(lanes);
-        }
+CUEP_DEVICE Outcome judge(const Params& p, const Brought& own, const Places& places) {
+    int full_rank = -1;
+    int32_t num_needed = 0;
+    for (int r = 0; r < kNumRanks && full_rank < 0; r++) {
+        num_needed = places.rows_before(kNumRanks, r);
+        if (num_needed > p.max_rows) full_rank = r;
     }
-    if (lane_idx() < kNumRanks) s.warp_rows[warp_idx()][lane_idx()] = num_rows;
+    return judge_routing(p, own, places.refusing_rank(), full_rank, num_needed);
 }
 
-// Exclusive sums over warps; the sums over all of them are this rank's line of the matrix.
-CUEP_DEVICE void add_up_warps(const Params& p, bool is_refused, Shared& s) {
-    const int r = threadIdx.x;
-    if (r >= kNumRanks) return;
-    int32_t sum = 0;
-    for (int w = 0; w < kNumWarps; w++) {
-        const int32_t num_rows = s.warp_rows[w][r];
-        s.warp_rows[w][r] = sum;
-        sum += num_rows;
-    }
-    s.matrix[p.rank][r] = is_refused ? kRefused : static_cast<uint32_t>(sum);
-}
-
-CUEP_DEVICE void publish_matrix(const Params& p, const Operation& op, int bank, Shared& s) {
-    for (int i = threadIdx.x; i < kNumRanks * kNumRanks; i += kNumThreads) {  // pairs with wait_matrix
-        st_relaxed_sys(matrix_of(p, i / kNumRanks, bank, p.rank) + i % kNumRanks,
-                       tagged(op, s.matrix[p.rank][i % kNumRanks]));
-    }
-    __syncthreads();
-}
-
-// Every rank's line. False: gave up.
-CUEP_DEVICE bool wait_matrix(const Params& p, const Operation& op, int bank, Shared& s) {
-    bool is_ok = true;
-    for (int i = threadIdx.x; i < kNumRanks * kNumRanks; i += kNumThreads) {
-        const int src = i / kNumRanks;
-        is_ok &= wait_word(op, matrix_of(p, p.rank, bank, src) + i % kNumRanks, src, s.matrix[src][i % kNumRanks]);
-    }
-    return !block_any(!is_ok);
-}
-
-// Rows for rank dst of the first num_src ranks, also those that are left out.
-CUEP_DEVICE int32_t rows_before(const Shared& s, int num_src, int dst) {
-    int32_t num_rows = 0;
-    for (int src = 0; src < num_src; src++) num_rows += static_cast<int32_t>(s.matrix[src][dst]);
-    return num_rows;
-}
-
-// The first rank that would receive more rows than it has, or -1.
-CUEP_DEVICE int overflowing_rank(const Params& p, const Shared& s) {
-    for (int r = 0; r < kNumRanks; r++) {
-        if (rows_before(s, kNumRanks, r) > p.max_rows) return r;
-    }
-    return -1;
-}
-
-CUEP_DEVICE int refusing_rank(const Params& p, bool is_refused, const Shared& s) {
-    int refused_by = is_refused ? p.rank : -1;
-    for (int r = 0; r < kNumRanks; r++) {
-        if (refused_by < 0 && s.matrix[r][0] == kRefused) refused_by = r;
-    }
-    return refused_by;
-}
-
-CUEP_DEVICE void write_counts(const Params& p, const Shared& s) {
-    const int tid = threadIdx.x;
-    if (tid <= kNumRanks) {
-        const int32_t first_row = rows_before(s, tid, p.rank);
-        p.recv_base[tid] = min(first_row, p.max_rows);
-        if (tid == kNumRanks) *p.total = first_row;
-    }
-    if (tid < kNumRanks) {
-        p.send_base[tid] = rows_before(s, p.rank, tid);
-        p.src_rank_counts[tid] =
-            min(rows_before(s, tid + 1, p.rank), p.max_rows) - min(rows_before(s, tid, p.rank), p.max_rows);
-    }
-}
-
-CUEP_DEVICE void place_tokens(const Params& p, int num_tokens, const Shared& s) {
-    const int2 range = tokens_of_warp(num_tokens);
-    const int lane = lane_idx();
-    int32_t next_row = 0;  // at rank lane_idx(), of the next token that goes there
-    if (lane < kNumRanks) {
-        next_row = s.warp_rows[warp_idx()][lane] + rows_before(s, p.rank, lane);
-    }
-    for (int first = range.x; first < range.y; first += 32) {
-        const int t = first + lane;
-        const uint32_t rank_mask = ranks_of_token(p, num_tokens, t);
-        int32_t rows[kNumRanks];
-#pragma unroll
-        for (int r = 0; r < kNumRanks; r++) {
-            const uint32_t lanes = __ballot_sync(0xffffffffu, rank_mask >> r & 1u);
-            const int32_t row = __shfl_sync(0xffffffffu, next_row, r) + __popc(lanes & ((1u << lane) - 1u));
-            rows[r] = (rank_mask >> r & 1u) != 0 && row < p.max_rows ? row : -1;
-            if (lane == r) next_row += __popc(lanes);
-        }
-        if (t < num_tokens) {
-#pragma unroll
-            for (int r = 0; r < kNumRanks; r++) p.rows[static_cast<int64_t>(t) * kNumRanks + r] = rows[r];
-        }
-    }
-}
-
-// How a routing ended. Every block that has the matrix comes to the same.
-struct Outcome {
-    int refused_by;  // the rank whose part was refused, or that would receive too many rows, or -1
-    Cause cause;
-    int32_t num_needed;  // rows that it would receive
-    bool is_cut;         // some rank gets fewer rows than were for it
-};
-
-CUEP_DEVICE Outcome judge(const Params& p, Cause own_cause, const Shared& s) {
-    const int refused_by = refusing_rank(p, p.is_refused || own_cause != Cause::kCall, s);
-    if (refused_by >= 0) return {refused_by, refused_by == p.rank ? own_cause : Cause::kCall, 0, false};
-    const int full = overflowing_rank(p, s);
-    if (full < 0 || p.is_drop) return {-1, Cause::kCall, 0, full >= 0};
-    return {full, Cause::kOverflow, rows_before(s, kNumRanks, full), false};
-}
-
-// The first block: this rank's line of the matrix, then everybody's. False: gave up.
-CUEP_DEVICE bool exchange_matrix(
-    const Params& p, const Operation& op, int bank, int num_tokens, bool is_refused, Shared& s) {
-    count_tokens(p, num_tokens, s);
-    __syncthreads();
-    add_up_warps(p, is_refused, s);
-    __syncthreads();
-    publish_matrix(p, op, bank, s);
-    return wait_matrix(p, op, bank, s);
+CUEP_DEVICE void write_counts(const Params& p, const Places& places) {
+    const int src = threadIdx.x;
+    if (src == 0) *p.total = places.rows_before(kNumRanks, p.rank);
+    if (src >= kNumRanks) return;
+    const int32_t first = places.rows_before(src, p.rank), last = places.rows_before(src + 1, p.rank);
+    p.src_rank_counts[src] = min(last, p.max_rows) - min(first, p.max_rows);
 }
 
 // (token, k) pairs of every local expert, from all ranks. kIsCut: only pairs of rows that are received, which this
 // block has placed. False: gave up.
 template <bool kIsCut>
-CUEP_DEVICE bool count_experts(const Params& p, const Operation& op, int bank, int num_tokens, Shared& s) {
+CUEP_DEVICE bool count_experts(const Params& p, const Operation& op, int num_tokens, Shared& s) {
     for (int e = threadIdx.x; e < kNumExperts; e += kNumThreads) s.experts[e] = 0;
     __syncthreads();
     for (int t = threadIdx.x; t < num_tokens; t += kNumThreads) {
@@ -236,7 +102,7 @@ CUEP_DEVICE bool count_experts(const Params& p, const Operation& op, int bank, i
     }
     __syncthreads();
     for (int e = threadIdx.x; e < kNumExperts; e += kNumThreads) {  // pairs with the wait below
-        uint64_t* counts = counts_of(p, e / kNumLocalExperts, bank, p.rank);
+        uint64_t* counts = counts_of(p, e / kNumLocalExperts, bank_of(op), p.rank);
         st_relaxed_sys(counts + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(s.experts[e])));
     }
     __syncthreads();
@@ -244,7 +110,7 @@ CUEP_DEVICE bool count_experts(const Params& p, const Operation& op, int bank, i
     for (int i = threadIdx.x; i < kNumExperts; i += kNumThreads) {
         const int src = i / kNumLocalExperts;
         uint32_t count = 0;
-        is_ok &= wait_word(op, counts_of(p, p.rank, bank, src) + i % kNumLocalExperts, src, count);
+        is_ok &= wait_word(op, counts_of(p, p.rank, bank_of(op), src) + i % kNumLocalExperts, src, count);
         s.experts[i] = static_cast<int32_t>(count);
     }
     if (block_any(!is_ok)) return false;
@@ -256,64 +122,40 @@ CUEP_DEVICE bool count_experts(const Params& p, const Operation& op, int bank, i
     return true;
 }
 
-// The other blocks: the handle's own copy of the routing.
-CUEP_DEVICE void copy_routing(const Params& p, int num_tokens, int block, int num_blocks) {
-    for (int64_t i = block * kNumThreads + threadIdx.x; i < int64_t{num_tokens} * kNumTopk;
-         i += num_blocks * kNumThreads) {
-        p.ids[i] = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, i / kNumTopk, i % kNumTopk);
-        p.weights[i] = p.topk_weights == nullptr ? 1.0f : p.topk_weights[i];
-    }
-}
-
-// One thread: what the handle's next operations, and the host, are to know.
-CUEP_DEVICE void write_state(const Params& p, int num_tokens, const Outcome& outcome) {
-    p.state->refused = 0;
-    p.state->num_tokens = num_tokens;
-    p.state->unrouted = outcome.refused_by >= 0;
-    p.state->refused_by = static_cast<uint32_t>(outcome.refused_by);
-    if (outcome.refused_by < 0) return;
-    const uint32_t num_needed = static_cast<uint32_t>(outcome.num_needed);
-    report_refusal(p, Op::kRoute, outcome.cause, p.state->refused_by, num_needed);
-}
-
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_route_ballot(const __grid_constant__ Params p) {
     __shared__ Shared s;
     const int block = blockIdx.x, num_blocks = gridDim.x;
     const Operation op = begin_operation(p, Op::kRoute);
-    // two banks are enough: a rank that gets here has seen every peer start its previous routing
-    const int bank = static_cast<int>(op.epoch) & (kNumBanks - 1);
-
     if (block_any(is_stopped(op))) return;
-
-    const bool is_bad_count = tokens_of(p) == kBadTokenCount;
-    const int num_tokens = max(tokens_of(p), 0);
-    const Cause own_cause = is_bad_count && !p.is_refused ? Cause::kTokenCount : Cause::kCall;
-    const bool is_refused = p.is_refused || is_bad_count;  // by this rank
+    const Brought own = brought_tokens(p);
 
     // each block its part; with few blocks the last one has several
     bool is_cut = false;
     if (block == 0) {
-        if (!exchange_matrix(p, op, bank, num_tokens, is_refused, s)) return;
-        const Outcome outcome = judge(p, own_cause, s);
+        if (!s.places.exchange(p, op, own)) return;
+        const Outcome outcome = judge(p, own, s.places);
         if (outcome.refused_by < 0) {
-            write_counts(p, s);
-            place_tokens(p, num_tokens, s);
+            s.places.write_bases(p, p.max_rows);
+            write_counts(p, s.places);
+            s.places.place(p, own.num_tokens, p.max_rows);
         }
-        if (threadIdx.x == 0) write_state(p, num_tokens, outcome);
+        if (threadIdx.x == 0) write_state(p, own, outcome);
         is_cut = outcome.is_cut;
-        __syncthreads();
-        // what was placed must be known before pairs that are left out are not counted
-        if (is_cut && !count_experts<true>(p, op, bank, num_tokens, s)) return;
+        __syncthreads();  // all rows are placed: those that are left out are not counted
+        if (is_cut && !count_experts<true>(p, op, own.num_tokens, s)) return;
     }
     if (block == min(1, num_blocks - 1)) {
         if (p.is_drop && block != 0) {  // whether the first block has to count
-            if (!wait_matrix(p, op, bank, s)) return;
-            is_cut = judge(p, own_cause, s).is_cut;
+            if (!s.places.wait(p, op)) return;
+            is_cut = judge(p, own, s.places).is_cut;
         }
-        if (!is_cut && !count_experts<false>(p, op, bank, num_tokens, s)) return;
+        if (!is_cut && !count_experts<false>(p, op, own.num_tokens, s)) return;
     }
     const int first_copier = min(2, num_blocks - 1);
-    if (block >= first_copier) copy_routing(p, num_tokens, block - first_copier, num_blocks - first_copier);
+    if (block >= first_copier) {
+        copy_routing<kNumExperts, kNumTopk, kNumThreads>(
+            p, own.num_tokens, block - first_copier, num_blocks - first_copier);
+    }
 
     if (is_last_block(op) && threadIdx.x == 0) end_operation(op);
 }
