@@ -66,7 +66,7 @@ class HighThroughput:
         smem_bytes = group.world.backend.max_smem_bytes
         route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
         self._route = ModeKernel(group, "route", route, routing, {}, most_blocks=_ROUTE_BLOCKS)
-        pipeline = _pipeline(cfg.row_bytes, "kNumWarps", 4, 3, smem_bytes)
+        pipeline = _pipeline(cfg.row_bytes, "kNumWarps" if self._is_flat else "kNumSendWarps", 4, 3, smem_bytes)
         self._dispatch = ModeKernel(group, "dispatch", dispatch, sent, pipeline)
         pipeline = _pipeline(cfg.combine_row_bytes, "kNumPushWarps", 7, 2, smem_bytes) if self._is_flat else {}
         self._combine = ModeKernel(group, "combine", combine, returned, pipeline)

@@ -63,47 +63,23 @@ using Pipe = RowPipe<kRowBytes, kNumStages>;
 using Rows = Home<kNumRanks, kNumExperts / kNumRanks, kNumTopk, kRowBytes, elem_t, false>;
 CUEP_LAUNCH(kNumThreads, kNumPushWarps* Pipe::kSmemBytes)
 
-// One push warp: kNumStages - 1 rows are loaded ahead, and a flag is released kNumStages - 1 rows late, when its row is
-// there.
+// One push warp's share of the rows that this rank answers.
 CUEP_DEVICE void push_rows(const Params& p, const Operation& op, const int32_t* recv_base, int warp, Pipe pipe) {
-    constexpr int kLate = kNumStages - 1;
-    Rows::Walk load(p, recv_base, warp, kNumPushWarps), store = load, flag = load;
-    auto load_next = [&](int stage) {
-        const int64_t row = recv_base[load.dst(p)] + load.slot();
-        pipe.load(stage, p.expert_out + row * p.expert_out_stride);
-        load.advance(p, recv_base);
-    };
-    auto release_flag = [&]() {  // pairs with the wait in sum_token
-        if (lane_idx() == 0) st_release_sys(Rows::flag_of(p, flag.dst(p), p.rank, flag.slot()), tagged(op, 0));
-        flag.advance(p, recv_base);
-    };
-    for (int stage = 0; stage < kNumStages - 1 && !load.is_over(); stage++) load_next(stage);
-    int stage = 0, num_pending = 0;
-    while (!store.is_over()) {
-        const int dst = store.dst(p), slot = store.slot();
-        pipe.wait(stage);
-        bulk_store(Rows::staged_row(p, dst, p.rank, slot), pipe.stage_at(stage), kRowBytes);
-        bulk_commit();
-        if (p.row_weight_grads != nullptr && lane_idx() < kNumTopk) {  // before the bulk_wait that the flag is behind
-            const int64_t row = recv_base[dst] + slot;
-            Rows::staged_grads(p, dst, p.rank, slot)[lane_idx()] = p.row_weight_grads[row * kNumTopk + lane_idx()];
-        }
-        store.advance(p, recv_base);
-        if (++num_pending > kLate) {
-            bulk_wait<kLate>();  // all the way, not only read: the flag says that the row is there
-            fence_proxy_async();
-            release_flag();
-            num_pending--;
-        }
-        if (!load.is_over()) {
-            bulk_wait_read<1>();  // the stage that is refilled was stored one row ago
-            load_next(Pipe::before(stage));
-        }
-        stage = Pipe::after(stage);
-    }
-    bulk_wait<0>();
-    fence_proxy_async();
-    while (num_pending-- > 0) release_flag();
+    using Walk = Rows::Walk;
+    const int lane = lane_idx();
+    pipe.move_and_tell(
+        Walk(p.rank, recv_base, warp, kNumPushWarps),
+        [&](const Walk& walk) { return p.expert_out + walk.row() * p.expert_out_stride; },
+        [&](const Walk& walk, const uint8_t* staged) {
+            const int dst = walk.peer(), slot = walk.slot();
+            bulk_store(Rows::staged_row(p, dst, p.rank, slot), staged, kRowBytes);
+            if (p.row_weight_grads != nullptr && lane < kNumTopk) {
+                Rows::staged_grads(p, dst, p.rank, slot)[lane] = p.row_weight_grads[walk.row() * kNumTopk + lane];
+            }
+        },
+        [&](const Walk& walk) {  // pairs with the wait in sum_token
+            if (lane == 0) st_release_sys(Rows::flag_of(p, walk.peer(), p.rank, walk.slot()), tagged(op, 0));
+        });
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_push(const __grid_constant__ Params p) {

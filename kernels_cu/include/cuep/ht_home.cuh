@@ -8,6 +8,7 @@
 #include <cuep/bulk.cuh>
 #include <cuep/convert.cuh>
 #include <cuep/operation.cuh>
+#include <cuep/ht_walk.cuh>
 
 namespace cuep {
 
@@ -17,6 +18,7 @@ constexpr uint32_t kHasGrads = 1u << 30;  // in a word of totals: gradients of w
 template <int kRanks, int kExpertsPerRank, int kTopk, int kBytes, class E, bool kIsOwnStaged>
 struct Home {
     static constexpr int kNumDsts = kIsOwnStaged ? kRanks : kRanks - 1;  // that a rank pushes to, and is pushed to by
+    using Walk = PeerWalk<kRanks, kNumDsts>;                             // of a push warp over what it answers
     static constexpr int kElemsPerVec = kPerVec<E>;
     static constexpr int kRowVecs = kBytes / 16;
     static constexpr int kRanksInFlight = kRanks < 8 ? kRanks : 8;  // rows that a lane of a sum warp reads at once
@@ -54,40 +56,6 @@ struct Home {
     static CUEP_DEVICE uint64_t* done_of(const Params& p, int dst, int reader) {
         return reinterpret_cast<uint64_t*>(p.arena[dst] + p.done_offset) + reader;
     }
-
-    // The rows that one push warp answers: low slots first, destinations interleaved.
-    struct Walk {
-        int unit, step, end;
-
-        template <class Params>
-        CUEP_DEVICE Walk(const Params& p, const int32_t* recv_base, int warp, int num_warps)
-            : unit(static_cast<int>(warp * gridDim.x + blockIdx.x)), step(gridDim.x * num_warps), end(0) {
-            for (int r = 0; r < kRanks; r++) {
-                if (kIsOwnStaged || r != p.rank) end = max(end, (recv_base[r + 1] - recv_base[r]) * kNumDsts);
-            }
-            settle(p, recv_base);
-        }
-
-        CUEP_DEVICE bool is_over() const { return unit >= end; }
-        CUEP_DEVICE int slot() const { return unit / kNumDsts; }
-        template <class Params>
-        CUEP_DEVICE int dst(const Params& p) const {
-            return (p.rank + 1 + unit % kNumDsts) % kRanks;
-        }
-        // To the next unit that is a row, or to the end.
-        template <class Params>
-        CUEP_DEVICE void settle(const Params& p, const int32_t* recv_base) {
-            for (; unit < end; unit += step) {
-                const int to = dst(p);
-                if (slot() < recv_base[to + 1] - recv_base[to]) return;
-            }
-        }
-        template <class Params>
-        CUEP_DEVICE void advance(const Params& p, const int32_t* recv_base) {
-            unit += step;
-            settle(p, recv_base);
-        }
-    };
 
     // The rank that keeps this combine from being one, and why, or {-1}.
     struct Verdict {

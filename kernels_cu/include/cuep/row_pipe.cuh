@@ -60,6 +60,41 @@ struct RowPipe {
         }
         bulk_wait<0>();
     }
+
+    // Moves the rows of a walk (is_over(), advance()), kNumStages - 1 of them loaded ahead, and releases what tells
+    // others about a row kNumStages - 1 rows late, when it is there. source(walk) is where a row lies; store(walk, row)
+    // starts its bulk stores and may store more that the release covers; release(walk) comes when all that is done.
+    template <class Walk, class Source, class Store, class Release>
+    CUEP_DEVICE void move_and_tell(const Walk& walk, Source source, Store store, Release release) {
+        constexpr int kLate = kNumStages - 1;
+        Walk next = walk, stored = walk, told = walk;
+        auto load_next = [&](int stage) {
+            load(stage, source(next));
+            next.advance();
+        };
+        for (int stage = 0; stage < kLate && !next.is_over(); stage++) load_next(stage);
+        int stage = 0, num_pending = 0;
+        for (; !stored.is_over(); stored.advance()) {
+            wait(stage);
+            store(stored, stage_at(stage));
+            bulk_commit();
+            if (++num_pending > kLate) {
+                bulk_wait<kLate>();  // all the way, not only read: others are told that the row is there
+                fence_proxy_async();
+                release(told);
+                told.advance();
+                num_pending--;
+            }
+            if (!next.is_over()) {
+                bulk_wait_read<1>();  // the stage that is refilled was stored one row ago
+                load_next(before(stage));
+            }
+            stage = after(stage);
+        }
+        bulk_wait<0>();
+        fence_proxy_async();
+        for (; num_pending > 0; num_pending--, told.advance()) release(told);
+    }
 };
 
 }  // namespace cuep
