@@ -18,6 +18,7 @@ STATE_BYTES = 40  # struct HandleState
 STATE_NUM_TOKENS = 36  # of its num_tokens
 REPORT_BYTES = 168  # struct Report
 WORD_BYTES = 8  # {epoch, value}
+READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
 
 
@@ -91,7 +92,7 @@ def _ht_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     return regions | {
         "route_matrix": _words(ROUTE_BANKS, num_ranks, num_ranks),
         "route_counts": _words(ROUTE_BANKS, num_ranks, counted),
-        "dispatch_ready": _words(num_ranks),
+        "dispatch_ready": _words(READY_BANKS, num_ranks),
         "dispatch_arrived": _words(num_ranks),
         "combine_rows": Region(staged * cfg.combine_row_bytes),
         "combine_grads": Region(staged * topk * 4),

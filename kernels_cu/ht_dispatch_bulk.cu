@@ -27,9 +27,9 @@ struct Params {
     int64_t topk_idx_offset;      // int32 [num_buffers, max_rows, kNumTopk]: expert of the receiver or -1
     int64_t topk_weights_offset;  // float [num_buffers, max_rows, kNumTopk]
     int64_t source_offset;        // int32 [num_buffers, max_rows, 2]: rank, token
-    int64_t ready_offset;         // uint64 [kNumRanks]: epoch, buffer that this peer receives into, or kRefused
-    int64_t arrived_offset;       // uint64 [kNumRanks]: epoch; all rows of this peer are here
-    const uint8_t* x;             // [num_tokens] rows, x_stride bytes apart
+    int64_t ready_offset;    // uint64 [kReadyBanks, kNumRanks]: epoch, buffer that this peer receives into, or kRefused
+    int64_t arrived_offset;  // uint64 [kNumRanks]: epoch; all rows of this peer are here
+    const uint8_t* x;        // [num_tokens] rows, x_stride bytes apart
     int64_t x_stride;
     uint8_t* out;  // null, or [out_rows] rows, out_stride bytes apart: rows go there as well, and what belongs to them
     int64_t out_stride;       // to the next three

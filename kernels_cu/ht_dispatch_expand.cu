@@ -29,8 +29,8 @@ struct Params {
     int64_t tokens_offset;      // [num_buffers, max_rows] rows
     int64_t headers_offset;     // int2 [messages, kNumTopk]: slot or -1, bits of the weight
     int64_t flags_offset;       // uint64 [messages]: epoch, token
-    int64_t ready_offset;       // uint64 [kNumRanks]: epoch, buffer that this peer receives into, or kRefused
-    const uint8_t* x;           // [num_tokens] rows, x_stride bytes apart
+    int64_t ready_offset;  // uint64 [kReadyBanks, kNumRanks]: epoch, buffer that this peer receives into, or kRefused
+    const uint8_t* x;      // [num_tokens] rows, x_stride bytes apart
     int64_t x_stride;
     uint8_t* out;  // null, or [out_rows] rows, out_stride bytes apart: rows are wanted there
     int64_t out_stride;

@@ -7,9 +7,14 @@
 
 namespace cuep {
 
-template <class Params>
-CUEP_DEVICE uint64_t* ready_of(const Params& p, int dst, int src) {
-    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.ready_offset) + src;
+constexpr int kReadyBanks = 2;  // READY_BANKS of cuep/layout.py
+
+// Two banks: a rank may be through with this dispatch, and be ready for the next one, before a late block of a peer has
+// looked. It is not ready for the one after that before that peer, too, is ready for the next.
+template <int kNumRanks, class Params>
+CUEP_DEVICE uint64_t* ready_of(const Params& p, const Operation& op, int dst, int src) {
+    const int bank = static_cast<int>(op.epoch) & (kReadyBanks - 1);
+    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.ready_offset) + bank * kNumRanks + src;
 }
 
 template <class Params>
@@ -31,10 +36,11 @@ CUEP_DEVICE bool exchange_buffers(const Params& p, const Operation& op, bool is_
     const int tid = threadIdx.x;
     if (blockIdx.x == 0 && tid < kNumRanks) {  // pairs with the wait below
         const uint32_t buffer = is_refused ? kRefused : static_cast<uint32_t>(p.buffer);
-        st_release_sys(ready_of(p, tid, p.rank), tagged(op, buffer));
+        st_release_sys(ready_of<kNumRanks>(p, op, tid, p.rank), tagged(op, buffer));
     }
     bool is_ok = true;
-    if (tid < kNumRanks) is_ok = wait_flag(op, ready_of(p, p.rank, tid), Phase::kReuse, tid, buffers[tid]);
+    if (tid < kNumRanks)
+        is_ok = wait_flag(op, ready_of<kNumRanks>(p, op, p.rank, tid), Phase::kReuse, tid, buffers[tid]);
     return !block_any(!is_ok);
 }
 
