@@ -5,18 +5,22 @@ What must come out is worked out here row by row, from all ranks' inputs, withou
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from harness import examples, to_device, to_host
 from hypothesis import strategies as st
-from moe import Step, config, random_step
+from moe import Step, config, random_step, tagged_rows
 
 import cuep
-from cuep import layout, reference
+from cuep import env, jit, layout, reference
 from cuep.bench.workload import scale
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -470,3 +474,207 @@ def test_footprint(world: Any, groups: Any) -> None:
         assert buffer.shape == (layout.max_recv_rows(group.cfg, world.size), group.cfg.hidden)
         assert group.mode.combine_buffer(handle) is buffer
         handle.close()
+
+
+NUM_SEEDS = int(os.environ.get("CUEP_TEST_SEEDS", "50"))
+SEEDS_TO_FIND = 60
+ALMOST_WRAPPED = 2**32 - 3
+
+
+@pytest.fixture
+def shuffled(world: Any) -> Iterator[Any]:
+    """Sets the seed of the scheduler; back to what CUEP_SEED says afterwards."""
+    if world.backend.name != "cpu":
+        pytest.skip("only the CPU backend has a scheduler to shuffle")
+    yield world.backend.set_seed
+    world.backend.set_seed(env.seed(), env.delay_level())
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("form", ["flat", "aligned", "dropping"])
+def test_shuffled_schedules(world: Any, shuffled: Any, monkeypatch: Any, form: str) -> None:
+    """Across the wrap of epochs, steps with few and many tokens, with and without all that combine can do."""
+    monkeypatch.setenv("CUEP_START_EPOCH", str(ALMOST_WRAPPED))
+    settings = FORMS["aligned"] | {"max_recv_tokens_per_rank": 16, "overflow": "drop"}
+    settings = settings if form == "dropping" else FORMS[form]
+    for seed in range(1, NUM_SEEDS // 4 + 1):
+        shuffled(seed, seed % 4)
+        rng = np.random.default_rng(seed)
+        with cuep.Group(world, config("ht", max_tokens_per_rank=6, **settings)) as group:
+            handle = None
+            for number in range(5):
+                counts = rng.integers(0, 7, world.size)
+                step = random_step(world, group.cfg, 10 * seed + number, int(counts[world.rank]))
+                handle = run_form(world, group, step, handle, with_all=bool(rng.integers(2)))
+            handle.close()
+
+
+class Rounds:
+    """One routing and four rounds of rows; knows every rank's part, so that checking needs no other rank."""
+
+    def __init__(self, world: Any, cfg: cuep.GroupConfig, seed: int, num_tokens: int) -> None:
+        self.steps: list[Step] = []
+        self.wants: list[Expected] = []
+        for number in range(4):
+            step = random_step(world, cfg, seed, num_tokens, masked=0.0)
+            step.x = tagged_rows(world.rank, num_tokens, cfg.hidden, number, cfg.dtype)
+            self.steps.append(step)
+            self.wants.append(Expected(world, cfg, step))
+
+    def outs_like(self, received: list[Any]) -> list[np.ndarray]:
+        return [want.expert_out(recv.tokens.shape[0]) for want, recv in zip(self.wants, received, strict=True)]
+
+
+def queued(world: Any, group: cuep.Group, rounds: Rounds, with_out: bool) -> None:
+    """Four handles, all dispatches and then all combines queued at once, so that fast ranks run into slow ones."""
+    stream = world.stream()
+    handles, received, ys = [], [], []
+    for step in rounds.steps:
+        handles.append(group.create_handle(step.topk_idx, step.topk_weights, stream=stream))
+    for handle, step, want in zip(handles, rounds.steps, rounds.wants, strict=True):
+        out = np.zeros((want.max_rows, group.cfg.hidden), step.x.dtype) if with_out else None
+        received.append(handle.dispatch(step.x, out=out, stream=stream))
+    outs = rounds.outs_like(received)
+    for handle, want, out in zip(handles, rounds.wants, outs, strict=True):
+        grads = want.row_grads(len(out))
+        ys.append(handle.combine(out, row_weight_grads=grads, stream=stream))
+    group.check()
+    for handle, recv, y, want in zip(handles, received, ys, rounds.wants, strict=True):
+        want.check_received(recv)
+        reference.assert_same(y, want.y(), "y")
+        reference.assert_same(handle.arrays["weight_grads"][: len(y)], want.weight_grads(), "weight_grads")
+        handle.close()
+
+
+def first_failing_seed(world: Any, shuffled: Any, settings: dict[str, Any], with_out: bool) -> tuple[int, str] | None:
+    """The first seed under which a rank sees wrong data or an error; the same answer on every rank."""
+    for seed in range(1, SEEDS_TO_FIND + 1):
+        shuffled(seed, 3)
+        group = cuep.Group(world, config("ht", timeout_s=1.0, max_tokens_per_rank=8, num_buffers=4, **settings))
+        rounds = Rounds(world, group.cfg, seed, (8, 1)[seed % 2])
+        problem = None
+        try:
+            queued(world, group, rounds, with_out)
+        except (cuep.CuepError, AssertionError) as error:
+            problem = str(error) or "wrong counts"
+        found = [text for text in world.comm.allgather(problem) if text is not None]
+        if found:
+            group.abandon()
+            return seed, found[0]
+        group.close()
+    return None
+
+
+EXPERT_MAJOR: dict[str, Any] = {"layout": "expert_major", "alignment": 4}
+
+# (name, file, what it says, what the bug says, settings, with out=)
+PLANTED = [
+    (
+        "expand takes rows without waiting for their flags",
+        "ht_dispatch_expand.cu",
+        "if (lane == 0) is_ok = wait_flag(op, flag_of(p, p.rank, message), Phase::kRows, src, token);",
+        "if (lane == 0) token = static_cast<uint32_t>(ld_acquire_sys(flag_of(p, p.rank, message)));",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "a flag is released when its row is only read",
+        "include/cuep/row_pipe.cuh",
+        "bulk_wait<kLate>();",
+        "bulk_wait_read<kLate>();",
+        EXPERT_MAJOR,
+        True,
+    ),
+    (
+        "the last flags are released when their rows are only read",
+        "include/cuep/row_pipe.cuh",
+        "bulk_wait<0>();\n        fence_proxy_async();",
+        "bulk_wait_read<0>();\n        fence_proxy_async();",
+        EXPERT_MAJOR,
+        True,
+    ),
+    (
+        "one bank of ready words",
+        "include/cuep/ht_receive.cuh",
+        "const int bank = static_cast<int>(op.epoch) & (kReadyBanks - 1);",
+        "const int bank = 0;",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "expand stores before the receiver is ready",
+        "include/cuep/ht_receive.cuh",
+        "is_ok = wait_flag(op, ready_of<kNumRanks>(p, op, p.rank, tid), Phase::kReuse, tid, buffers[tid]);",
+        "buffers[tid] = static_cast<uint32_t>(p.buffer);",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "slots takes counts of another epoch",
+        "ht_route_slots.cu",
+        "if (epoch_of(words[src]) != static_cast<uint32_t>(op.epoch)) {",
+        "if (false) {",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "partial releases a sum that its other lanes have not stored",
+        "ht_combine_partial.cu",
+        "__syncwarp();  // what all lanes stored is released by one; pairs with the wait in sum_token",
+        "",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "partial sums without waiting for flags",
+        "include/cuep/ht_home.cuh",
+        "is_ok = wait_flag(op, flag_of(p, p.rank, lane, slot), Phase::kRows, lane, unused);",
+        "unused = 0;",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "bulk copies out what has not arrived",
+        "ht_dispatch_bulk.cu",
+        "if (!wait_arrived<kNumRanks>(p, op)) return;\n        fence",
+        "fence",
+        {"layout": "flat"},
+        True,
+    ),
+    (
+        "bulk says that rows arrived before its other blocks have sent",
+        "ht_dispatch_bulk.cu",
+        "if (is_last_to_send(op)) release",
+        "if (is_last_to_send(op) || true) release",
+        {"layout": "flat"},
+        True,
+    ),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("settings", [EXPERT_MAJOR, {"layout": "flat"}], ids=["expert_major", "flat"])
+@pytest.mark.parametrize("with_out", [False, True])
+def test_the_loop_that_finds_bugs_finds_none_in_cuep(world: Any, shuffled: Any, settings: Any, with_out: bool) -> None:
+    assert first_failing_seed(world, shuffled, settings, with_out) is None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bug", PLANTED, ids=[bug[0] for bug in PLANTED])
+def test_a_planted_bug_is_found(world: Any, shuffled: Any, monkeypatch: Any, bug: Any) -> None:
+    """A copy of the kernels with one rule of the protocol taken out must fail within SEEDS_TO_FIND seeds."""
+    _, file, right, wrong, settings, with_out = bug
+    assert (jit.KERNELS_DIR / file).read_text().count(right) == 1, f"{file} no longer says {right!r}"
+    folder = Path(world.comm.bcast(tempfile.mkdtemp(prefix="cuep-planted-") if world.rank == 0 else None))
+    try:
+        if world.rank == 0:
+            shutil.copytree(jit.KERNELS_DIR, folder / "kernels_cu")
+            kernel = folder / "kernels_cu" / file
+            kernel.write_text(kernel.read_text().replace(right, wrong))
+        world.comm.barrier()
+        monkeypatch.setattr(jit, "KERNELS_DIR", folder / "kernels_cu")
+        assert first_failing_seed(world, shuffled, settings, with_out) is not None, "the bug was not found"
+    finally:
+        world.comm.barrier()
+        if world.rank == 0:
+            shutil.rmtree(folder)
