@@ -130,6 +130,17 @@ def check_matrix(
         raise ArgumentError(f"{name} has shape {list(array.shape)}, allowed: [{allowed_rows}, {columns}]")
 
 
+def check_shape(array: View, name: str, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> None:
+    """Check an argument's dtype and shape; None is any size."""
+    if array.dtype not in dtypes:
+        raise ArgumentTypeError(f"{name} has dtype {array.dtype}, allowed: {', '.join(dtypes)}")
+    is_right = len(array.shape) == len(shape)
+    is_right = is_right and all(want is None or have == want for have, want in zip(array.shape, shape, strict=True))
+    if not is_right:
+        allowed = ", ".join("rows" if size is None else str(size) for size in shape)
+        raise ArgumentError(f"{name} has shape {list(array.shape)}, allowed: [{allowed}]")
+
+
 def check_rows(view: View, name: str, row_bytes: int) -> None:
     """Check that a [rows, columns] argument has contiguous, aligned rows that do not overlap."""
     if not all(view.shape):

@@ -69,9 +69,10 @@ def _parser() -> argparse.ArgumentParser:
             for backend in ("cuda", "cpu")
         )
         bench.add_argument(f"--{name}", type=_count, help=f"default for ll or ht: {sizes}")
-    bench.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32 (%(default)s)")
-    bench.add_argument("--layout", help="default: the mode's")
-    bench.add_argument("--reduce", help="default: the mode's")
+    bench.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (%(default)s)")
+    bench.add_argument("--layout", help="ll: expert_major or rank_major; ht: flat or expert_major (default: the first)")
+    bench.add_argument("--reduce", help="exact or per_rank (default: the layout's)")
+    bench.add_argument("--alignment", type=_count, default=1, help="of zones, ht expert_major (%(default)s)")
     bench.add_argument("--num-sms", type=_count, help="blocks a kernel may use (default: cuep's choice)")
     bench.add_argument("--graph", action=argparse.BooleanOptionalAction, help="replay CUDA graphs (default on a GPU)")
     bench.add_argument("--eager", dest="graph", action="store_false", help="enqueue every call (all there is on a CPU)")
@@ -150,6 +151,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
         dtype=options.dtype,
         layout=options.layout,
         reduce=options.reduce,
+        alignment=options.alignment,
         num_sms=options.num_sms,
         graph=is_gpu and options.graph is not False,
         check=options.check,
@@ -163,11 +165,13 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
             print("a CPU has no graphs: calls are eager")
     records, wrong = runner.run(world, settings)
     if is_first:
-        columns = ("op", "variant", "us_median", "us_p10", "us_p90", "host_us", "gb_per_s", "checked")
+        columns = ("op", "variant", "us_median", "us_p10", "us_p90", "host_us", "host_cold_us", "gb_per_s", "checked")
         shape = " ".join(f"{name}={value}" for name, value in sizes.items())
         how = "graph replays" if settings.graph else "eager calls"
+        config = workload.group_config(settings, {})
+        form = f"{config.layout} {config.reduce}" + (f" alignment={config.alignment}" if config.alignment > 1 else "")
         print_table(
-            f"{options.mode} {settings.dtype} {shape}, {world.size} ranks, {how}, slowest rank, microseconds",
+            f"{options.mode} {form} {settings.dtype} {shape}, {world.size} ranks, {how}, slowest rank, microseconds",
             columns,
             [[record[name] for name in columns] for record in records],
         )

@@ -7,16 +7,16 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from cuep import layout
-from cuep.agreement import agree_on_settings, together
-from cuep.backend import Array, Stream
+from cuep.agreement import agree_on_members, together
+from cuep.backend import Array, Comm, Stream
 from cuep.config import GroupConfig
-from cuep.errors import ArgumentError, ClosedError, CuepError, OrderError, PeerTimeout
+from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, CuepError, OrderError, PeerTimeout
 from cuep.handle import Handle
 from cuep.high_throughput import HighThroughput
 from cuep.launching import address
@@ -29,7 +29,18 @@ _leaked: list[Any] = []  # memory of groups that could not be closed in order: k
 
 
 class Group:
-    """The ranks of `world` with one GroupConfig. Making and closing it is collective; threads may share it.
+    """Ranks of `world` with one GroupConfig. Making and closing it is collective; threads may share it.
+
+    Args:
+        world: what cuep.init returned.
+        cfg: the settings, the same on all of the group's ranks.
+        ranks: ranks of the world, in the order in which they are ranks of the group; None = all. Collective over the
+            world all the same: every rank of the world makes the group at once, and passes either the list that it is
+            in (so a world can be cut into several groups at a time), or, to stand aside, any list that others are in.
+            A rank that stands aside has a group that is not active: it can only be closed.
+
+    Attributes: rank, this process's rank in the group (-1: not active); num_ranks; is_active; members, the ranks of the
+    world.
 
     All ranks must call the operations of a group (ll: dispatch, combine; ht: create_handle, update, dispatch, combine)
     in the same order. A call that is refused for its arguments counts as its operation (ll: a refused create_handle or
@@ -39,45 +50,54 @@ class Group:
 
     Raises:
         ArgumentError, ArgumentTypeError: the settings do not work on this number of ranks.
-        SettingsMismatch: ranks passed different settings; names them.
+        SettingsMismatch: ranks passed different settings, or lists of ranks that do not fit; names them.
+        OrderError: inside a stream capture.
         CompileError, OutOfSymmetricMemory, BackendUnavailable: see there.
         (All of these on every rank.)
     """
 
-    def __init__(self, world: World, cfg: GroupConfig) -> None:
+    def __init__(self, world: World, cfg: GroupConfig, ranks: Sequence[int] | None = None) -> None:
         world.check_open()
         self.is_closed = True  # until there is something to close
-        start_epoch = agree_on_settings(world.comm, cfg)
-        cfg.check_ranks(world.size)
+        agreed = agree_on_members(world.comm, cfg, ranks, is_capturing=world.backend.stream(None).is_capturing())
         self.serial = next(_serials)
         self.world = world
-        self.comm = world.comm
         self.cfg = cfg
         self._timeout_s = float(cfg.timeout_s or 0)  # GroupConfig has filled it in
-        self.rank = world.rank
-        self.num_ranks = world.size
+        self.members = agreed.members
+        self.is_active = world.rank in self.members
+        self.rank = self.members.index(world.rank) if self.is_active else -1
+        self.num_ranks = len(self.members)
+        #: to compile together; None where other groups may be made at the same time
+        self.comm: Comm | None = world.comm if ranks is None else None
         self.num_local_experts = cfg.num_experts // self.num_ranks
-        self.max_recv_rows = layout.max_recv_rows(cfg, self.num_ranks)
         self.lock = threading.RLock()
         self._process = os.getpid()
         self._last_stream: Stream | None = None
         self._broken: CuepError | None = None
         self._tickets = itertools.count(1)
         self._in_flight: deque[tuple[int, tuple[Any, ...]]] = deque()
+        self._turns = {"dispatch": 0, "combine": 0}  # operations so far
+        #: turn and handle of what was only sent, oldest first
+        self._pending: dict[str, list[tuple[int, Handle]]] = {"dispatch": [], "combine": []}
         self._handle_serials = itertools.count(1)
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
         with world.backend.active():
-            self._allocate(start_epoch)
+            self._allocate(agreed.start_epoch, agreed.num_bytes)
         world.register(self)
 
-    def _allocate(self, start_epoch: int) -> None:
+    def _allocate(self, start_epoch: int, num_bytes: int) -> None:
+        """num_bytes: of the largest arena among groups that are made at this time, as all ranks ask for the same."""
         backend, comm = self.world.backend, self.world.comm
         self.arena = layout.arena(self.cfg, self.num_ranks)
-        self.memory = backend.symmetric(self.arena.num_bytes)
+        self.memory = backend.symmetric(num_bytes)
         self.is_closed = False
         try:
             together(comm, lambda: self._make_workspace(start_epoch))
-            self.mode = LowLatency(self) if self.cfg.mode == "ll" else HighThroughput(self)
+            if self.comm is None:
+                together(comm, self._load_kernels)
+            else:
+                self._load_kernels()
         except (CuepError, MemoryError):  # raised on every rank
             self.is_closed = True
             self.memory.free()
@@ -85,13 +105,20 @@ class Group:
         backend.synchronize()
         comm.barrier()  # nobody sends before every arena is ready
 
+    def _load_kernels(self) -> None:
+        if self.is_active:
+            self.mode = LowLatency(self) if self.cfg.mode == "ll" else HighThroughput(self)
+
     def _make_workspace(self, start_epoch: int) -> None:
+        if not self.is_active:
+            self.workspace: dict[str, Array] = {}
+            return
         backend = self.world.backend
         for name, region in self.arena.regions.items():
             if region.is_words and region.num_bytes:  # nothing may look like a flag of this group's operations
                 self.words(name)[...] = (start_epoch & 0xFFFFFFFF) << 32
         self.workspace = {
-            name: backend.zeros(shape, layout.dtype_of(dtype))
+            name: backend.zeros(shape, layout.dtype_of(dtype), self.cfg.allocator)
             for name, (shape, dtype) in layout.workspace_arrays(self.cfg, self.num_ranks).items()
         }
         self.workspace["control"][:3] = start_epoch
@@ -105,7 +132,7 @@ class Group:
             prefix = "refused_"
             own = {k.removeprefix(prefix): v for k, v in self.workspace.items() if k.startswith(prefix)}
         return {name: address(array) for name, array in own.items()} | {
-            "arena": self.memory.peers,
+            "arena": [self.memory.peers[rank] for rank in self.members],
             "control": address(self.workspace["control"]),
             "report": self.report.address,
             "timeout_ns": int(self._timeout_s * 1e9),
@@ -131,29 +158,46 @@ class Group:
         """Fix the routing of one set of tokens. ht: exchanges counts with all ranks (collective).
 
         Args:
-            topk_idx: [num_tokens, num_topk] int32 or int64, C-contiguous (argsort(...)[:, :k] is not: copy it): the
-                expert of every (token, k); -1 = none. num_tokens from 0 to max_tokens_per_rank, different on each
+            topk_idx: [num_rows, num_topk] int32 or int64, C-contiguous (argsort(...)[:, :k] is not: copy it): the
+                expert of every (token, k); -1 = none. num_rows from 0 to max_tokens_per_rank, different on each
                 rank. Ids outside [-1, num_experts) are treated as -1 and raise ArgumentError at check().
-            topk_weights: [num_tokens, num_topk] float32, C-contiguous, or None for weights of 1. Where topk_idx is -1
+            topk_weights: [num_rows, num_topk] float32, C-contiguous, or None for weights of 1. Where topk_idx is -1
                 the weight is ignored, even NaN.
+            num_tokens: how many of the rows are tokens, 0 to num_rows; the others are not looked at, here, in x and in
+                y. None: all. A number, or an int32 or int64 array of one element on the device: one CUDA graph then
+                serves any number of tokens (out of range: ArgumentError at check() here, PeerRefused there).
             stream: where to enqueue; None = the current stream of topk_idx's framework.
 
-        Both arrays are read in stream order: by this call (ht), or by the first dispatch (ll).
+        The arrays are read in stream order: by this call (ht), or by the first dispatch (ll).
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument does not fit. ClosedError, PeerTimeout: see Group.check.
-            MemoryError: no room for what the handle owns (cuep.footprint).
+            MemoryError: no room for what the handle owns (cuep.footprint). OrderError: inside a stream capture, where
+            nothing can be allocated (Handle.update can be captured), or too many operations are pending.
         """
         with self.lock:
             self._check_usable()
+            self._check_not_capturing(topk_idx, stream)
+            self.check_turn("dispatch", "create_handle")
             try:
                 handle = Handle(self, next(self._handle_serials))
             except MemoryError:
-                self.mode.refuse_route(self.fallback_stream())  # the peers wait for this rank's part
+                self.refuse_route(self.fallback_stream())  # the peers wait for this rank's part
                 raise
             self._handles[handle.serial] = handle
-            handle.route(topk_idx, topk_weights, stream, num_tokens)
+            handle.route("create_handle", topk_idx, topk_weights, num_tokens, stream)
         return handle
+
+    def _check_not_capturing(self, topk_idx: Any, stream: Any) -> None:
+        try:
+            is_capturing = self.world.backend.stream(stream, topk_idx).is_capturing()
+        except (ArgumentError, ArgumentTypeError):
+            return  # refused as an operation is, later
+        if is_capturing:
+            raise OrderError(
+                "create_handle allocates memory, which a stream capture does not allow: make the handle before, and"
+                " update() it inside"
+            )
 
     def check(self) -> None:
         """Wait for everything enqueued so far and raise what went wrong on the device or on another rank.
@@ -162,8 +206,10 @@ class Group:
             PeerTimeout: a peer did not do its part in time. The group can only be closed afterwards.
             PeerRefused: a peer refused its part of an operation since the last check, which did nothing on any rank.
             ArgumentError: since the last check there were expert ids out of range; ids that fill an expert's zone
-                beyond its rows; or an expert_out with fewer rows than were received.
-            DeviceError: a kernel failed. ClosedError: the group is closed or broke down. OrderError: inside a capture.
+                beyond its rows; more rows for a rank than max_recv_tokens_per_rank; an `out` or expert_out with fewer
+                rows than were received; a num_tokens out of range; or row_weight_grads on some ranks only.
+            DeviceError: a kernel failed. ClosedError: the group is closed or broke down. OrderError: inside a capture,
+                or two operations of the group ran at once, as replays of two graphs can (it can only be closed then).
         """
         with self.finished("check"):
             num_bad_ids = self.report.take_bad_ids()
@@ -180,15 +226,46 @@ class Group:
         self._release_finished()
         return self.fallback_stream()
 
+    def refuse_route(self, stream: Stream) -> None:
+        """Take part in a routing, or (ll) in the dispatch that follows it, with nothing."""
+        if self.cfg.mode == "ll":
+            self.take_turn("dispatch")
+        self.mode.refuse_route(stream)
+
+    def check_turn(self, operation: str, call: str | None = None) -> None:
+        """OrderError where the memory of the next operation still holds one that is to be received. Nothing is sent."""
+        if self._pending[operation]:
+            oldest, handle = self._pending[operation][0]
+            if self._turns[operation] + 1 - oldest >= self.cfg.num_buffers:
+                raise OrderError(
+                    f"{call or operation}: num_buffers={self.cfg.num_buffers} operations of a kind may be under way at"
+                    f" a time; complete() the oldest pending {operation} first (handle {handle.serial})"
+                )
+
+    def take_turn(self, operation: str) -> int:
+        """Number an operation that is now sent or refused."""
+        self._turns[operation] += 1
+        return self._turns[operation]
+
+    def begin_pending(self, operation: str, handle: Handle, turn: int) -> None:
+        self._pending[operation].append((turn, handle))
+
+    def end_pending(self, operation: str, handle: Handle) -> None:
+        self._pending[operation] = [entry for entry in self._pending[operation] if entry[1] is not handle]
+
+    def put_behind(self, stream: Stream) -> None:
+        """What is enqueued on `stream` from now on comes after the group's operations so far."""
+        last = self._last_stream
+        if last is not None and last.key != stream.key and not (stream.is_capturing() or last.is_capturing()):
+            stream.wait(last.record())
+
     def fallback_stream(self) -> Stream:
         return self._last_stream or self.world.backend.stream(None)
 
     def choose_stream(self, stream: Any, like: Any) -> Stream:
         """The stream of an operation, put behind the group's previous one."""
         chosen: Stream = self.world.backend.stream(stream, like)
-        last = self._last_stream
-        if last is not None and last.key != chosen.key and not (chosen.is_capturing() or last.is_capturing()):
-            chosen.wait(last.record())
+        self.put_behind(chosen)
         self._last_stream = chosen
         return chosen
 
@@ -232,7 +309,7 @@ class Group:
             handle = self._handles.get(refusal.handle)
             if handle is not None:
                 handle.was_refused(refusal)
-            error = error or refusal.error(self.cfg.max_tokens_per_rank, self.max_recv_rows)
+            error = error or refusal.error(self.cfg)
         if error is not None:
             raise error
 
@@ -243,6 +320,8 @@ class Group:
     def _check_usable(self) -> None:
         if self.is_closed:
             raise ClosedError("this group is closed")
+        if not self.is_active:
+            raise OrderError(f"rank {self.world.rank} is not among the ranks {self.members} of this group")
         if os.getpid() != self._process:
             raise ClosedError("this group belongs to the process that this one was forked from")
         if self._broken is not None:
@@ -261,7 +340,7 @@ class Group:
             if self.is_closed:
                 return
             problem: CuepError | None = None
-            if self._broken is None:
+            if self._broken is None and self.is_active:
                 try:
                     self.check()
                 except CuepError as error:
@@ -284,11 +363,15 @@ class Group:
     def _end(self, *, is_leaked: bool) -> None:
         self.is_closed = True
         if is_leaked:  # kernels may still run
-            _leaked.append((self.memory, self.workspace, self.report, list(self._in_flight)))
+            report = self.report if self.is_active else None
+            _leaked.append((self.memory, self.workspace, report, list(self._in_flight), self._pending))
             _leaked.extend(handle.arrays for handle in self._handles.values())
             self.memory.leak()
         for handle in list(self._handles.values()):
             handle.close()
+        self.workspace = {}
+        self._in_flight.clear()
+        self._pending = {"dispatch": [], "combine": []}
         self.world.forget(self)
 
     def __enter__(self) -> Group:

@@ -19,26 +19,31 @@ if TYPE_CHECKING:
     from cuep.group import Group
 
 _TOPK_DTYPES = ("int32", "int64")
+_MAX_BIASES = 2
 
 
 @dataclass(frozen=True)
 class Received:
     """What a rank received; arrays of x's framework that belong to the handle and keep their addresses.
 
-    They hold until the handle's next dispatch, and are complete in stream order. L local experts, N ranks, B
-    max_tokens_per_rank, K num_topk, H hidden. What a layout does not have is None. Rows beyond the counts are
-    unspecified: never read them.
+    They hold until the handle's next dispatch or release(), and are complete in stream order (after a send_only
+    dispatch: of complete()). L local experts, N ranks, B max_tokens_per_rank, K num_topk, H hidden, R rows
+    (max_recv_tokens_per_rank, or the most that can come). What a layout does not have is None. Rows beyond the counts
+    are unspecified: never read them.
 
     Attributes:
-        tokens: ll expert_major [L, N*B, H], the first expert_counts[l] rows of each; ht flat [N*B, H], the first total.
-            Order: ll by source rank, token, k; ht by source rank, token.
-        expert_counts: int32 [L], rows of each local expert (ht flat: (row, k) pairs).
-        expert_offsets: int32 [L+1], first row of each expert's zone in tokens.reshape(-1, H) (ll).
-        src_rank_counts: int32 [L, N] (ll) or [N] (ht), rows from each source rank.
-        source: int32, (rank, token, k) of every row [L, N*B, 3] (ll), or (rank, token) [N*B, 2] (ht).
-        topk_idx: int32 [N*B, K], local expert or -1 of every row; -1 in rows beyond total (ht).
-        topk_weights: float32 [N*B, K], 0 where topk_idx is -1; None if the handle has no weights (ht).
-        total: int32 [1], rows received.
+        tokens: ll expert_major [L, N*B, H], the first expert_counts[l] rows of each, by source rank, token, k; ll
+            rank_major [N, B, H], the first src_rank_counts[n] rows of each, by token; ht flat [R, H], the first total
+            rows, by source rank, token; ht expert_major [R, H], expert_counts[l] rows from expert_offsets[l] on, by
+            source rank, token, k.
+        expert_counts: int32 [L], rows of each local expert (rank_major and flat: (row, k) pairs).
+        expert_offsets: int32 [L+1], first row of each expert's zone in tokens.reshape(-1, H) (expert_major).
+        src_rank_counts: int32, rows from each source rank: [L, N] (expert_major) or [N].
+        source: int32, where every row comes from: (rank, token, k) [..., 3] (expert_major) or (rank, token) [..., 2].
+        topk_idx: int32 [N, B, K] or [R, K] (rank_major, flat): expert of every (row, k), numbered as
+            GroupConfig.expert_ids says, or -1 where it is not this rank's; ht: -1 in all rows beyond total.
+        topk_weights: float32, the same shape, 0 where topk_idx is -1; None if the handle has no weights.
+        total: int32 [1], rows that came or, with overflow="drop", would have come.
         lease: keeps a receive buffer (ht) from other handles as long as someone holds these rows.
     """
 
@@ -51,6 +56,13 @@ class Received:
     topk_idx: Any = None
     topk_weights: Any = None
     lease: Any = field(default=None, repr=False)
+
+    def release(self) -> None:
+        """Say that the rows have been read, in stream order: ht gives the receive buffer to the next handle that needs
+        one, and this handle takes one again at its next dispatch. combine works all the same. Local; twice is fine.
+        """
+        if self.lease is not None:
+            self.lease.give_back()
 
 
 class Stage(enum.Enum):
@@ -66,43 +78,53 @@ class Handle:
     """Made by Group.create_handle. Operations are enqueued and nothing blocks but num_recv_tokens and host_counts.
 
     (NumPy has no streams: with NumPy arrays and stream=None a call returns when it is done.)
+
+    Attributes: num_rows, rows of the arrays that dispatch takes and combine returns; num_tokens, how many of them are
+    tokens, or num_rows where only the device knows.
     """
 
     def __init__(self, group: Group, serial: int) -> None:
         self.serial = serial
+        self.num_rows = 0
         self.num_tokens = 0
+        self.count: arrays.View | None = None  # the caller's num_tokens on the device, until it has been read
+        self.has_device_count = False
+        self.pending: str | None = None  # the operation that was only sent
         self.topk_idx: arrays.View | None = None  # the caller's, until a dispatch has copied it (ll)
         self.topk_weights: arrays.View | None = None
         self.has_weights = False
-        self.num_tokens_at: arrays.View | None = None
-        self.has_device_count = False
         self.is_closed = False
         self._group = group
         self._stage = Stage.UNROUTED
+        self._is_fresh = True  # its state on the device is still to be cleared
         self._newest = 0  # ticket of the newest launch on this handle
+        self._sent: CombineCall | arrays.View | None = None  # what complete() still reads
+        self._outputs: Any = None  # what complete() returns
         self._exports: dict[tuple[str, str, int], Any] = {}
         backend = group.world.backend
         self.arrays: dict[str, Array] = {
-            name: backend.zeros(shape, layout.dtype_of(dtype))
+            name: backend.empty(shape, layout.dtype_of(dtype), group.cfg.allocator)
             for name, (shape, dtype) in layout.handle_arrays(group.cfg, group.num_ranks).items()
         }
         with backend.active():
             self.state: Any = group.mode.attach(self)  # the mode's own; None once closed
 
-    def route(self, topk_idx: Any, topk_weights: Any, stream: Any, num_tokens: Any = None) -> None:
+    def route(self, call: str, topk_idx: Any, topk_weights: Any, num_tokens: Any, stream: Any) -> None:
         group = self._group
         with group.lock:
             chosen = group.begin()
             self._check_open()
+            self._check_not_pending(call)
+            group.check_turn("dispatch", call)  # a refused routing counts as the dispatch that follows (ll)
             self._stage = Stage.UNROUTED
             try:
                 chosen = group.choose_stream(stream, topk_idx)
-                self._take_routing(topk_idx, topk_weights)
-                self.has_device_count = num_tokens is not None
-                if num_tokens is not None:
-                    self.num_tokens_at = arrays.view(num_tokens, "num_tokens", group.world.backend)
+                self._take_routing(topk_idx, topk_weights, num_tokens)
+                if self._is_fresh:
+                    group.world.backend.clear(self.arrays["state"], chosen)
+                    self._is_fresh = False
             except (ArgumentError, ArgumentTypeError):
-                group.mode.refuse_route(chosen)  # the peers wait for this rank's part
+                group.refuse_route(chosen)  # the peers wait for this rank's part
                 raise
             group.mode.route(self, chosen)
             self._stage = Stage.ROUTED
@@ -111,58 +133,79 @@ class Handle:
     def update(self, topk_idx: Any, topk_weights: Any = None, *, num_tokens: Any = None, stream: Any = None) -> None:
         """Give the handle a new routing, as create_handle does, without allocating. ht: collective.
 
-        Raises:
-            as Group.create_handle. A handle whose update was refused has no routing.
-        """
-        self.route(topk_idx, topk_weights, stream, num_tokens)
+        May be captured in a CUDA graph: every replay then reads the arrays again.
 
-    def dispatch(self, x: Any, *, out: Any = None, stream: Any = None) -> Received:
+        Raises:
+            as Group.create_handle. A handle whose update was refused has no routing. OrderError: an operation of the
+            handle is pending.
+        """
+        self.route("update", topk_idx, topk_weights, num_tokens, stream)
+
+    def dispatch(self, x: Any, *, out: Any = None, send_only: bool = False, stream: Any = None) -> Received:
         """Send this rank's tokens to the ranks of their experts. Collective; may be repeated with the same routing.
 
         Args:
-            x: [num_tokens, hidden] of the group's dtype; rows may be strided, each contiguous and 16-byte aligned.
+            x: [num_rows, hidden] of the group's dtype; rows may be strided, each contiguous and 16-byte aligned. As
+                many rows as topk_idx had. With send_only it must stay as it is until complete().
+            out: where to put Received.tokens instead of memory of the handle: ll the same shape, C-contiguous; ht
+                [rows, hidden] with at least the rows of num_recv_tokens(), rows may be strided; no receive buffer is
+                held then. Fewer rows than come: ArgumentError at check() here, PeerRefused there, nothing dispatched.
+            send_only: (ll) only send; complete() receives. At most num_buffers dispatches may be under way.
             stream: where to enqueue; None = the current stream of x's framework.
 
         Returns:
-            Received: what this rank's experts get, complete in stream order.
+            Received: what this rank's experts get, complete in stream order (send_only: of complete()).
 
         Raises:
-            ArgumentError, ArgumentTypeError: x or stream does not fit, or (ht) other handles hold all receive buffers;
-                nothing is dispatched on any rank, and the next dispatch works.
-            OrderError: the handle has no routing. Nothing is sent.
+            ArgumentError, ArgumentTypeError: x, out or stream does not fit, or (ht) other handles hold all receive
+                buffers; nothing is dispatched on any rank, and the next dispatch works.
+            OrderError: the handle has no routing, an operation of it is pending, or too many are. Nothing is sent.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
         group, cfg = self._group, self._group.cfg
         with group.lock:
             chosen = group.begin()
             self._check_open()
+            self._check_not_pending("dispatch")
             if self._stage is Stage.UNROUTED:
                 raise OrderError(f"dispatch: this handle {self._stage.value}")
+            group.check_turn("dispatch")
             try:
                 chosen = group.choose_stream(stream, x)
                 view = arrays.view(x, "x", group.world.backend)
-                arrays.check_matrix(view, "x", self.num_tokens, cfg.hidden, (cfg.dtype,))
+                arrays.check_matrix(view, "x", self.num_rows, cfg.hidden, (cfg.dtype,))
                 arrays.check_rows(view, "x", cfg.row_bytes)
-                to = None if out is None else arrays.view(out, "out", group.world.backend)
-                group.mode.prepare_dispatch(self, to)
-                _check_apart(view, self.state.recv_range)
+                self._check_send_only(send_only)
+                into = None if out is None else arrays.view(out, "out", group.world.backend)
+                group.mode.prepare_dispatch(self, into)
+                if into is not None:
+                    _check_apart(view, "x", _range(into), "out, which dispatch writes")
+                _check_apart(
+                    view, "x", self.state.recv_range, "this handle's own Received.tokens, which its dispatch writes"
+                )
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
+                group.take_turn("dispatch")
                 group.mode.refuse_dispatch(self, chosen)  # the peers wait for this rank's part
                 raise
-            self._newest = group.mode.dispatch(self, view, to, chosen)
+            turn = group.take_turn("dispatch")
+            self._newest = group.mode.dispatch(self, view, into, chosen, send_only=send_only)
+            received = self._received(arrays.framework(x), out)
             self._stage = Stage.DISPATCHED
+            if send_only:
+                self._begin_pending("dispatch", turn, view, received)
             group.leave(chosen)
-        return self._received(arrays.framework(x), out)
+        return received
 
     def combine(
         self,
         expert_out: Any,
         *,
         topk_weights: Any = "handle",
-        bias: Any = (),
+        bias: Any = None,
         row_weight_grads: Any = None,
         out: Any = None,
+        send_only: bool = False,
         stream: Any = None,
     ) -> Any:
         """Bring the experts' outputs home. Collective; once after each dispatch.
@@ -170,55 +213,126 @@ class Handle:
         A combine that was refused on any rank must be preceded by a dispatch again.
 
         Args:
-            expert_out: outputs in the order of Received.tokens: [L, N*B, H], C-contiguous and 16-byte aligned (ll);
-                [rows, H] with at least the received rows (ht), where each row is already the sum over this rank's
-                experts; rows may be strided, each contiguous and 16-byte aligned.
+            expert_out: outputs of combine_dtype in the order of Received.tokens, and of its shape (ll), or [rows, H]
+                with at least the received rows (ht). rank_major and flat: each row is already the sum over this rank's
+                experts. Rows may be strided, each contiguous and 16-byte aligned (ll: with one stride for all rows).
+                With send_only it must stay as it is until complete().
+            topk_weights: expert_major: "handle" = those of create_handle; None = 1; with reduce="exact" also
+                [num_rows, num_topk] float32, C-contiguous. rank_major and flat apply no weights.
+            bias: [num_rows, H] of combine_dtype, or a tuple of two, added once to each token in fp32 before the one
+                rounding. Rows as those of expert_out.
+            row_weight_grads: float32, C-contiguous, on all ranks or on none: a number for each received (row, k):
+                expert_major [L, N*B] (ll) or [rows] (ht); rank_major [N, B, K]; flat [rows, K]. They go home with the
+                rows: the gradients of topk_weights, in a backward pass.
+            out: [num_rows, H] of combine_dtype: where to put y instead of memory of the handle. Rows may be strided.
+            send_only: (ll) only send; complete() receives. At most num_buffers combines may be under way.
             stream: where to enqueue; None = the current stream of expert_out's framework.
 
         Returns:
-            y [num_tokens, hidden]: ll: sum over k of topk_weights * row in order of k; ht: sum of the ranks' rows in
-            order of rank; in fp32, rounded once. It belongs to the handle and holds until its next combine.
+            y [num_rows, hidden]: the sum that GroupConfig.reduce describes, 0 (or the bias) for a token without
+            experts. It is `out`, or belongs to the handle and holds until its next combine. With row_weight_grads:
+            (y, grads), grads float32 [num_rows, num_topk], 0 where topk_idx is -1.
 
         Raises:
-            ArgumentError, ArgumentTypeError: expert_out or stream does not fit; nothing is combined on any rank.
-            OrderError: the handle was not dispatched, or combined already. Nothing is sent.
+            ArgumentError, ArgumentTypeError: an argument does not fit; nothing is combined on any rank.
+            OrderError: the handle was not dispatched, or combined already, or an operation of it is pending, or too
+                many are. Nothing is sent.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
         group = self._group
         with group.lock:
             chosen = group.begin()
             self._check_open()
+            self._check_not_pending("combine")
             if self._stage is not Stage.DISPATCHED:
                 raise OrderError(f"combine: this handle {self._stage.value}")
+            group.check_turn("combine")
             try:
                 chosen = group.choose_stream(stream, expert_out)
                 view = arrays.view(expert_out, "expert_out", group.world.backend)
                 group.mode.check_expert_out(self, view)
-                call = CombineCall(
-                    view,
-                    arrays.view(self.arrays["y"] if out is None else out, "y", group.world.backend),
-                    is_weighted=topk_weights is not None,
-                    bias=tuple(arrays.view(b, "bias", group.world.backend) for b in bias),
-                    row_weight_grads=None
-                    if row_weight_grads is None
-                    else arrays.view(row_weight_grads, "row_weight_grads", group.world.backend),
-                )
+                self._check_send_only(send_only)
+                call = self._combine_call(view, topk_weights, bias, row_weight_grads, out)
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
+                group.take_turn("combine")
                 group.mode.refuse_combine(self, chosen)  # the peers wait for this rank's part
                 raise
-            self._newest = group.mode.combine(self, call, chosen)
+            turn = group.take_turn("combine")
+            self._newest = group.mode.combine(self, call, chosen, send_only=send_only)
+            combined = self._combined(arrays.framework(expert_out), out, has_grads=row_weight_grads is not None)
             self._stage = Stage.COMBINED
+            if send_only:
+                self._begin_pending("combine", turn, call, combined)
             group.leave(chosen)
-        return self._combined(arrays.framework(expert_out)) if out is None else out
+        return combined
+
+    def complete(self, stream: Any = None) -> Any:
+        """(ll) Receive what a send_only dispatch or combine began. Collective.
+
+        Args:
+            stream: where to enqueue; None = the current stream of the framework of that call's array.
+
+        Returns:
+            what that call returned, now complete in stream order.
+
+        Raises:
+            OrderError: nothing of this handle is pending. ArgumentTypeError: stream is none; it stays pending.
+            ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
+        """
+        group = self._group
+        with group.lock:
+            group.begin()
+            self._check_open()
+            if self.pending is None:
+                raise OrderError("complete: no operation of this handle is pending")
+            sent = self._sent
+            like = sent.expert_out if isinstance(sent, CombineCall) else sent
+            chosen = group.choose_stream(stream, None if like is None else like.owner)
+            self._newest = group.mode.complete(self, chosen, sent)
+            result = self._outputs
+            group.end_pending(self.pending, self)
+            self.pending = self._sent = self._outputs = None
+            group.leave(chosen)
+        return result
+
+    def combine_buffer(self, *, stream: Any = None) -> Any:
+        """An array of the handle's for the experts to write, of the shape and dtype that combine takes.
+
+        It saves nothing over any other array, as combine sends from wherever the rows are, but it is there, has a fixed
+        address, and is counted by cuep.footprint ("combine_buffer").
+
+        Args:
+            stream: the stream that will write it: it is put behind the group's operations so far. None = the current
+                stream of the backend's own framework.
+
+        Raises:
+            OrderError: first use inside a capture. MemoryError: no room for it.
+        """
+        group, cfg = self._group, self._group.cfg
+        with group.lock:
+            group.begin()
+            self._check_open()
+            chosen = group.world.backend.stream(stream)
+            if "combine_buffer" not in self.arrays:
+                if chosen.is_capturing():
+                    raise OrderError("combine_buffer: its first use allocates, which a stream capture does not allow")
+                shape = layout.combine_shape(cfg, group.num_ranks)
+                dtype = layout.dtype_of(cfg.combine_dtype)
+                self.arrays["combine_buffer"] = group.world.backend.empty(shape, dtype, cfg.allocator)
+            group.put_behind(chosen)
+            return self.arrays["combine_buffer"]
 
     def num_recv_tokens(self) -> int:
         """Rows received: ll after dispatch, ht after create_handle or update. Waits for the device.
 
+        ht: how many rows dispatch(out=) needs, that is with layout="expert_major" the padding of zones, too.
+
         Raises:
             OrderError: too early, or inside a capture. Otherwise as Group.check.
         """
-        return int(self._read_counts("num_recv_tokens", "total")[0])
+        has_zones = self._group.cfg.mode == "ht" and "expert_offsets" in self.arrays
+        return int(self._read_counts("num_recv_tokens", "expert_offsets" if has_zones else "total")[-1])
 
     def host_counts(self) -> npt.NDArray[np.int32]:
         """Received.expert_counts on the host, int32 [L]. Waits for the device. Raises as num_recv_tokens."""
@@ -230,6 +344,8 @@ class Handle:
             needed = (Stage.ROUTED, Stage.DISPATCHED, Stage.COMBINED)[0 if self._group.cfg.mode == "ht" else 1 :]
             if self._stage not in needed:
                 raise OrderError(f"{call}: this handle {self._stage.value}")
+            if self.pending == "dispatch":
+                raise OrderError(f"{call}: the dispatch of this handle is pending; complete() it first")
             return self._group.world.backend.to_numpy(self.arrays[name])
 
     def was_refused(self, refusal: Refusal) -> None:
@@ -240,14 +356,18 @@ class Handle:
             self._stage = Stage.ROUTED
 
     def close(self) -> None:
-        """Give back what the handle holds. Local; twice is fine."""
-        if not self.is_closed:
-            self.is_closed = True
-            self._group.mode.detach(self)
-            self.arrays = {}
-            self._exports = {}
+        """Give back what the handle holds. Local; twice is fine. OrderError: an operation of it is pending."""
+        with self._group.lock:
+            if not self.is_closed:
+                if not self._group.is_closed:
+                    self._check_not_pending("close")
+                self.is_closed = True
+                self._group.mode.detach(self)
+                self.arrays = {}
+                self._exports = {}
+                self._sent = self._outputs = None
 
-    def _take_routing(self, topk_idx: Any, topk_weights: Any) -> None:
+    def _take_routing(self, topk_idx: Any, topk_weights: Any, num_tokens: Any) -> None:
         backend, cfg = self._group.world.backend, self._group.cfg
         idx = arrays.view(topk_idx, "topk_idx", backend)
         arrays.check_matrix(idx, "topk_idx", None, cfg.num_topk, _TOPK_DTYPES, cfg.max_tokens_per_rank)
@@ -257,30 +377,90 @@ class Handle:
             weights = arrays.view(topk_weights, "topk_weights", backend)
             arrays.check_matrix(weights, "topk_weights", idx.shape[0], cfg.num_topk, ("float32",))
             _check_contiguous(weights, "topk_weights")
-        self.num_tokens = idx.shape[0]
+        count = _token_count(num_tokens, idx.shape[0], backend)
+        self.num_rows = idx.shape[0]
+        self.num_tokens = count if isinstance(count, int) else self.num_rows
+        self.count, self.has_device_count = (None, False) if isinstance(count, int) else (count, True)
         self.topk_idx, self.topk_weights, self.has_weights = idx, weights, weights is not None
 
-    def release(self) -> None:
-        self._group.mode.release(self)
-        self._exports = {}
+    def _combine_call(
+        self, expert_out: arrays.View, topk_weights: Any, bias: Any, row_weight_grads: Any, out: Any
+    ) -> CombineCall:
+        """The arguments of combine, checked; expert_out has been."""
+        group, cfg = self._group, self._group.cfg
+        backend = group.world.backend
+        weights = None
+        if not isinstance(topk_weights, str) and topk_weights is not None:
+            if cfg.reduce != "exact":
+                raise ArgumentError(
+                    f"topk_weights: an array is allowed with reduce='exact' only, not with reduce={cfg.reduce!r},"
+                    f" layout={cfg.layout!r}; allowed: 'handle', None"
+                )
+            weights = arrays.view(topk_weights, "topk_weights", backend)
+            arrays.check_matrix(weights, "topk_weights", self.num_rows, cfg.num_topk, ("float32",))
+            _check_contiguous(weights, "topk_weights")
+        elif topk_weights not in ("handle", None):
+            raise ArgumentError(f"topk_weights={topk_weights!r} is not allowed; allowed: 'handle', None or an array")
+        given = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        if len(given) > _MAX_BIASES:
+            raise ArgumentError(f"bias: got a tuple of {len(given)} arrays, allowed: at most {_MAX_BIASES}")
+        names = [f"bias[{i}]" if isinstance(bias, tuple) else "bias" for i in range(len(given))]
+        biases = tuple(self._check_output_like(array, name) for array, name in zip(given, names, strict=True))
+        grads = None
+        if row_weight_grads is not None:
+            grads = arrays.view(row_weight_grads, "row_weight_grads", backend)
+            shape = group.mode.row_weight_grads_shape(self)
+            arrays.check_shape(grads, "row_weight_grads", shape, ("float32",))
+            _check_contiguous(grads, "row_weight_grads")
+        y = arrays.view(self.arrays["y"], "y", backend) if out is None else self._check_output_like(out, "out")
+        if out is not None:
+            for name, other in (("expert_out", expert_out), *zip(names, biases, strict=True)):
+                _check_apart(other, name, _range(y), "out, which combine writes")
+        return CombineCall(expert_out, y, weights, topk_weights is not None, biases, grads)
 
-    def _received(self, framework: str, out: Any = None) -> Received:
-        key = ("recv", framework, self.has_weights if out is None else id(out))
-        if key not in self._exports:
+    def _check_output_like(self, array: Any, name: str) -> arrays.View:
+        """bias and out have the shape of y."""
+        cfg = self._group.cfg
+        view = arrays.view(array, name, self._group.world.backend)
+        arrays.check_matrix(view, name, self.num_rows, cfg.hidden, (str(cfg.combine_dtype),))
+        arrays.check_rows(view, name, cfg.combine_row_bytes)
+        return view
+
+    def _check_send_only(self, send_only: bool) -> None:
+        if send_only and self._group.cfg.mode != "ll":
+            raise ArgumentError("send_only=True is not allowed with mode='ht'; allowed: False")
+
+    def _begin_pending(self, operation: str, turn: int, sent: CombineCall | arrays.View, outputs: Any) -> None:
+        self.pending, self._sent, self._outputs = operation, sent, outputs
+        self._group.begin_pending(operation, self, turn)
+
+    def _check_not_pending(self, call: str) -> None:
+        if self.pending is not None:
+            raise OrderError(f"{call}: the {self.pending} of this handle is pending; complete() it first")
+
+    def _received(self, framework: str, out: Any) -> Received:
+        key = ("recv", framework, self.has_weights)
+        kept: Received | None = self._exports.get(key)
+        if out is not None or kept is None or kept.lease is not self.state.lease:
             backend = self._group.world.backend
             fields = self._group.mode.received(self)
-            exported = {k: arrays.export(v, framework, backend) for k, v in fields.items()}
+            exported = {
+                k: arrays.export(v, framework, backend) for k, v in fields.items() if k != "tokens" or out is None
+            }
             if out is not None:
-                exported["tokens"] = out
-            self._exports[key] = Received(**exported, lease=self.state.lease)
-        received: Received = self._exports[key]
-        return received
+                return Received(**(exported | {"tokens": out}))
+            kept = self._exports[key] = Received(**exported, lease=self.state.lease)
+        return kept
 
-    def _combined(self, framework: str) -> Any:
-        key = ("y", framework, self.num_tokens)
+    def _combined(self, framework: str, out: Any, *, has_grads: bool) -> Any:
+        y = self._export_rows("y", framework) if out is None else out
+        return (y, self._export_rows("weight_grads", framework)) if has_grads else y
+
+    def _export_rows(self, name: str, framework: str) -> Any:
+        key = (name, framework, self.num_rows)
         if key not in self._exports:
-            y = self.arrays["y"][: self.num_tokens]
-            self._exports[key] = arrays.export(y, framework, self._group.world.backend)
+            rows = self.arrays[name][: self.num_rows]
+            self._exports[key] = arrays.export(rows, framework, self._group.world.backend)
         return self._exports[key]
 
     def _check_open(self) -> None:
@@ -295,8 +475,35 @@ def _check_contiguous(view: arrays.View, name: str) -> None:
         raise ArgumentError(f"{name} must be aligned to its elements, got address {view.address:#x}")
 
 
-def _check_apart(x: arrays.View, written: tuple[int, int]) -> None:
-    """x must not lie in what its own dispatch writes."""
-    end = x.address + (x.shape[0] - 1) * x.strides[0] + 1 if x.shape[0] else x.address
-    if x.address < written[1] and written[0] < end:
-        raise ArgumentError("x lies in this handle's own Received.tokens, which its dispatch writes")
+def _token_count(num_tokens: Any, num_rows: int, backend: Any) -> int | arrays.View:
+    """num_tokens as a number of the host's, or as a view of one element on the device."""
+    if num_tokens is None:
+        return num_rows
+    if isinstance(num_tokens, (int, np.integer)) and not isinstance(num_tokens, bool):
+        if not 0 <= num_tokens <= num_rows:
+            raise ArgumentError(
+                f"num_tokens={num_tokens} is not allowed; allowed: 0 to {num_rows}, the rows of topk_idx"
+            )
+        return int(num_tokens)
+    view = arrays.view(num_tokens, "num_tokens", backend)
+    if view.dtype not in _TOPK_DTYPES:
+        raise ArgumentTypeError(f"num_tokens has dtype {view.dtype}, allowed: {', '.join(_TOPK_DTYPES)}")
+    if any(size != 1 for size in view.shape):
+        raise ArgumentError(f"num_tokens has shape {list(view.shape)}, allowed: a number, or an array of one element")
+    return view
+
+
+def _range(view: arrays.View) -> tuple[int, int]:
+    """Addresses between which the rows of a [rows, columns] array start."""
+    last = (view.shape[0] - 1) * view.strides[0] + 1 if view.shape[0] else 0
+    return view.address, view.address + last
+
+
+def _check_apart(read: arrays.View, name: str, written: tuple[int, int], what: str) -> None:
+    """What an operation reads must not lie in what it writes while it reads."""
+    rows = read.shape[0]
+    for size in read.shape[1:-1]:
+        rows *= size
+    end = read.address + (rows - 1) * read.strides[-2] + 1 if rows else read.address
+    if read.address < written[1] and written[0] < end:
+        raise ArgumentError(f"{name} lies in {what}")

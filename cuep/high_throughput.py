@@ -45,6 +45,10 @@ class Lease:
         self.buffer = free_buffers.pop(0)
         self.give_back = weakref.finalize(self, free_buffers.append, self.buffer)
 
+    @property
+    def is_held(self) -> bool:
+        return self.give_back.alive
+
 
 class HighThroughput:
     """The ht kernels of a group, and its receive buffers."""
@@ -87,18 +91,18 @@ class HighThroughput:
         record["is_int64"] = idx.dtype == "int64"
         record["topk_weights"] = 0 if weights is None else weights.address
         record["num_tokens"] = handle.num_tokens
-        count = handle.num_tokens_at
+        count = handle.count
         record["num_tokens_at"] = 0 if count is None else count.address
         record["is_count_int64"] = count is not None and count.dtype == "int64"
         self._route.launch(record, stream, handle.arrays, idx, weights, count)
-        handle.topk_idx = handle.topk_weights = handle.num_tokens_at = None
+        handle.topk_idx = handle.topk_weights = handle.count = None
 
     def refuse_route(self, stream: Stream) -> None:
         self._route.refuse(self._refusal.route, stream)
 
-    def prepare_dispatch(self, handle: Handle, out: View | None = None) -> None:
-        """Take a receive buffer unless the handle has one. It keeps it until release() or close() or until nobody holds
-        what it received; with `out` only until this dispatch is launched.
+    def prepare_dispatch(self, handle: Handle, out: View | None) -> None:
+        """Take a receive buffer unless the handle has one. It keeps it until Received.release() or close(), or until
+        nobody holds what it received; with `out` only until this dispatch is launched.
 
         Raises:
             ArgumentError, ArgumentTypeError: `out` does not fit, or other handles hold all buffers.
@@ -106,7 +110,7 @@ class HighThroughput:
         group, state = self._group, handle.state
         if out is not None:
             self._check_rows(out, "out", group.cfg.dtype, group.cfg.row_bytes)
-        if state.lease is None:
+        if state.lease is None or not state.lease.is_held:
             if not self._free_buffers:
                 raise ArgumentError(
                     f"dispatch: all {group.cfg.num_buffers} receive buffers are held by other handles; release, close"
@@ -120,7 +124,7 @@ class HighThroughput:
             state.dispatch["buffer"] = state.lease.buffer
         state.is_lease_kept |= out is None
 
-    def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream) -> int:
+    def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream, *, send_only: bool) -> int:
         state, record = handle.state, handle.state.dispatch
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
@@ -138,11 +142,6 @@ class HighThroughput:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
         self._drop_lease(handle)
 
-    def release(self, handle: Handle) -> None:
-        """What was received was read: the handle's next dispatch takes another buffer, at another address."""
-        handle.state.is_lease_kept = False
-        self._drop_lease(handle)
-
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         cfg = self._group.cfg
         self._check_rows(expert_out, "expert_out", str(cfg.combine_dtype), cfg.combine_row_bytes)
@@ -151,15 +150,7 @@ class HighThroughput:
         """Of combine's row_weight_grads; None: at least as many as rows were received."""
         return (None, self._group.cfg.num_topk) if self._is_flat else (None,)
 
-    def combine_buffer(self, handle: Handle) -> Array:
-        """[rows, H] of combine_dtype where experts may write what combine takes; allocated at the first request."""
-        cfg = self._group.cfg
-        if "combine_buffer" not in handle.arrays:
-            shape, dtype = (self._max_rows, cfg.hidden), layout.dtype_of(cfg.combine_dtype)
-            handle.arrays["combine_buffer"] = self._group.world.backend.zeros(shape, dtype)
-        return handle.arrays["combine_buffer"]
-
-    def combine(self, handle: Handle, call: CombineCall, stream: Stream) -> int:
+    def combine(self, handle: Handle, call: CombineCall, stream: Stream, *, send_only: bool) -> int:
         record, grads = handle.state.combine, call.row_weight_grads
         record["expert_out"] = call.expert_out.address
         record["expert_out_stride"] = call.expert_out.strides[0]
@@ -178,6 +169,9 @@ class HighThroughput:
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
         self._combine.refuse(handle.state.combine, stream, handle.arrays)
+
+    def complete(self, handle: Handle, stream: Stream, sent: Any) -> int:
+        raise NotImplementedError  # nothing of this mode is ever pending
 
     def received(self, handle: Handle) -> dict[str, Array]:
         """Of the newest dispatch; without "tokens" where rows are in the caller's own array."""

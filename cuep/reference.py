@@ -10,11 +10,13 @@ Letters: N ranks, E experts, L = E/N local experts, T tokens of a rank, B max to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from cuep.config import GroupConfig
 
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
@@ -58,13 +60,13 @@ class Dispatched:
 
     row_idx: IntArray  # [R]
     tokens: Array  # [R, H]
-    source: npt.NDArray[np.int32]  # [R, 3] (rank, token, k) expert-major, [R, 2] (rank, token) flat
+    source: npt.NDArray[np.int32]  # [R, 3] (rank, token, k) expert-major, else [R, 2] (rank, token)
     expert_counts: npt.NDArray[np.int32]  # [L]
-    expert_offsets: npt.NDArray[np.int32] | None  # [L + 1], None for flat
-    src_rank_counts: npt.NDArray[np.int32]  # [L, N] expert-major, [N] flat
-    total: int  # R
-    topk_idx: npt.NDArray[np.int32] | None = None  # [R, K] local ids, flat only
-    topk_weights: FloatArray | None = None  # [R, K], flat with weights only
+    expert_offsets: npt.NDArray[np.int32] | None  # [L + 1], expert-major only
+    src_rank_counts: npt.NDArray[np.int32]  # [L, N] expert-major, else [N]
+    total: int  # rows that came, or would have come
+    topk_idx: npt.NDArray[np.int32] | None = None  # [R, K], not expert-major
+    topk_weights: FloatArray | None = None  # [R, K], not expert-major, with weights only
 
 
 def make_inputs(
@@ -138,6 +140,133 @@ def dispatch_flat(inputs: Inputs, rank: int) -> Dispatched:
     )
 
 
+def dispatch(inputs: Inputs, rank: int, cfg: GroupConfig) -> Dispatched:
+    """What a rank of a group with these settings must hold, in any layout."""
+    if cfg.mode == "ll" and cfg.layout == "expert_major":
+        return dispatch_expert_major(inputs, rank, cfg.max_tokens_per_rank)
+    if cfg.layout == "expert_major":
+        received = _dispatch_zones(inputs, rank, cfg.alignment)
+    else:
+        received = dispatch_flat(inputs, rank)
+        if cfg.layout == "rank_major":
+            src, first = received.source[:, 0], np.cumsum(received.src_rank_counts) - received.src_rank_counts
+            received = replace(received, row_idx=src * cfg.max_tokens_per_rank + received.row_idx - first[src])
+        if cfg.expert_ids == "global" and received.topk_idx is not None:
+            base = np.int32(rank * inputs.num_local_experts)
+            received = replace(received, topk_idx=np.where(received.topk_idx >= 0, received.topk_idx + base, -1))
+    if cfg.overflow == "drop" and cfg.max_recv_tokens_per_rank is not None:
+        received = _drop(inputs, rank, received, cfg.max_recv_tokens_per_rank)
+    return received
+
+
+def _dispatch_zones(inputs: Inputs, rank: int, alignment: int) -> Dispatched:
+    """High throughput, layout expert_major: zones as long as needed, each from a multiple of `alignment` on."""
+    received = dispatch_expert_major(inputs, rank, 0)
+    counts = received.expert_counts
+    offsets = np.concatenate([[0], np.cumsum(-(-counts // alignment) * alignment)])
+    expert = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(received.total) - (np.cumsum(counts) - counts)[expert]
+    return replace(received, row_idx=offsets[expert] + place, expert_offsets=offsets.astype(np.int32))
+
+
+def _drop(inputs: Inputs, rank: int, received: Dispatched, max_rows: int) -> Dispatched:
+    """Only rows that have a place below `max_rows` are kept; counts are of those, total is not."""
+    kept = received.row_idx < max_rows
+    source, num_local = received.source[kept], inputs.num_local_experts
+    src_rank_counts, expert_counts = np.zeros_like(received.src_rank_counts), np.zeros_like(received.expert_counts)
+    offsets = received.expert_offsets
+    if offsets is not None:
+        expert = _experts_of(inputs, source) - rank * num_local
+        np.add.at(src_rank_counts, (expert, source[:, 0]), 1)
+        np.add.at(expert_counts, expert, 1)
+        offsets = np.minimum(offsets, max_rows)
+    else:
+        np.add.at(src_rank_counts, source[:, 0], 1)
+        for src, token in source:
+            chosen = inputs.topk_idx[src][token]
+            np.add.at(expert_counts, chosen[chosen // num_local == rank] - rank * num_local, 1)
+    return replace(
+        received,
+        row_idx=received.row_idx[kept],
+        tokens=received.tokens[kept],
+        source=source,
+        expert_counts=expert_counts,
+        expert_offsets=offsets,
+        src_rank_counts=src_rank_counts,
+        topk_idx=None if received.topk_idx is None else received.topk_idx[kept],
+        topk_weights=None if received.topk_weights is None else received.topk_weights[kept],
+    )
+
+
+def _experts_of(inputs: Inputs, source: Array) -> IntArray:
+    """Expert of each (rank, token, k), [R]."""
+    return np.array([inputs.topk_idx[src][token, k] for src, token, k in source], np.int64)
+
+
+def kept_pairs(inputs: Inputs, rank: int, cfg: GroupConfig) -> Array:
+    """Which (token, k) of `rank` reach an expert, bool [T, K]."""
+    ids = inputs.topk_idx[rank]
+    if cfg.overflow != "drop" or cfg.max_recv_tokens_per_rank is None:
+        return ids >= 0
+    kept = np.zeros(ids.shape, bool)
+    for dst in range(inputs.num_ranks):
+        source = dispatch(inputs, dst, cfg).source
+        mine = source[source[:, 0] == rank]
+        if mine.shape[1] == 3:
+            kept[mine[:, 1], mine[:, 2]] = True
+        else:
+            kept[mine[:, 1]] |= inputs.owner(rank)[mine[:, 1]] == dst
+    return kept
+
+
+def combine(
+    inputs: Inputs,
+    rank: int,
+    cfg: GroupConfig,
+    answer: Callable[[int], Array],
+    *,
+    weights: FloatArray | None = None,
+    bias: Sequence[Array] = (),
+) -> Array:
+    """What combine must return on `rank` in any form, [T, H] of combine_dtype.
+
+    Args:
+        answer: expert_major: k -> the answers of every token's k-th expert, [T, H]; else: rank -> what that rank
+            answers for every token. Of combine_dtype; rows for which there is none are not looked at.
+        weights: [T, K], instead of those of the inputs.
+        bias: arrays [T, H], added in this order.
+    """
+    kept = kept_pairs(inputs, rank, cfg)
+    dtype = answer(0).dtype
+    weights = weights_or_ones(inputs, rank) if weights is None else weights
+    owner = np.where(kept, inputs.owner(rank), -1)
+    if cfg.reduce == "exact":
+        return weighted_sum(np.where(kept, 0, -1), weights, answer, dtype, bias)
+
+    def partial(dst: int) -> Array:
+        return weighted_sum(np.where(owner == dst, 0, -1), weights, answer, dtype)
+
+    return rank_sum(owner, inputs.num_ranks, partial if cfg.layout == "expert_major" else answer, dtype, bias)
+
+
+def per_rank_bound(magnitude: Double, num_topk: int, num_ranks: int, dtype: Any) -> Double:
+    """How far reduce="per_rank" can be from the exact sum of w[k] * answer[k] (plus bias), element by element.
+
+    magnitude: sum of |w[k]| |answer[k]| and |bias|. With m terms of a rank: the rank's float32 sum is off by at most
+    gamma(m + 1) of their magnitude; rounding it to combine_dtype adds a factor 1 + u; the owner's float32 sum over the
+    ranks and at most two biases 1 + gamma(N + 2); the last rounding 1 + u again (Higham, section 3.1). What falls below
+    the normal numbers of dtype loses at most half its smallest number in each of the N + 1 roundings.
+    """
+    import ml_dtypes
+
+    info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    u = float(info.eps) / 2
+    relative = (1 + gamma(num_topk + 1)) * (1 + u) ** 2 * (1 + gamma(num_ranks + 2)) - 1
+    absolute = (num_ranks + 1) * float(info.smallest_subnormal)
+    bound: Double = relative * magnitude + absolute
+    return bound
+
+
 def combine_exact(inputs: Inputs, rank: int, expert_rows: Sequence[Array]) -> Array:
     """Low latency, reduce="exact": [T, H] of `rank`.
 
@@ -165,17 +294,27 @@ def combine_flat(inputs: Inputs, rank: int, expert_rows: Sequence[Array]) -> Arr
     return rank_sum(inputs.owner(rank), inputs.num_ranks, lambda dst: partial[dst], inputs.x[rank].dtype)
 
 
-def weighted_sum(ids: IntArray, weights: FloatArray, answer_of_k: Callable[[int], Array], dtype: Any) -> Array:
+def weighted_sum(
+    ids: IntArray, weights: FloatArray, answer_of_k: Callable[[int], Array], dtype: Any, bias: Sequence[Array] = ()
+) -> Array:
     """Sum over k, in order, of weights[:, k] * answer_of_k(k), [T, H]; k without an expert (id -1) add nothing."""
     num_topk = ids.shape[1]
-    terms = (weights[:, k, None] * answer_of_k(k).astype(np.float32) for k in range(num_topk))
-    return _sum_in_order((ids.T >= 0), terms, dtype)
+    terms = (_times(weights[:, k, None], answer_of_k(k)) for k in range(num_topk))
+    return _sum_in_order((ids.T >= 0), terms, dtype, bias)
 
 
-def rank_sum(owner: IntArray, num_ranks: int, answer_of_rank: Callable[[int], Array], dtype: Any) -> Array:
+def rank_sum(
+    owner: IntArray, num_ranks: int, answer_of_rank: Callable[[int], Array], dtype: Any, bias: Sequence[Array] = ()
+) -> Array:
     """Sum over the ranks 0..N-1 that own an expert of the token (`owner` [T, K]) of answer_of_rank(n), [T, H]."""
     masks = np.stack([(owner == n).any(1) for n in range(num_ranks)])
-    return _sum_in_order(masks, (answer_of_rank(n).astype(np.float32) for n in range(num_ranks)), dtype)
+    return _sum_in_order(masks, (answer_of_rank(n).astype(np.float32) for n in range(num_ranks)), dtype, bias)
+
+
+def _times(weights: FloatArray, answers: Array) -> FloatArray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        product: FloatArray = weights * answers.astype(np.float32)
+    return product
 
 
 def weights_or_ones(inputs: Inputs, rank: int) -> FloatArray:
@@ -264,8 +403,10 @@ def _take(inputs: Inputs, src_rank: IntArray, token: IntArray) -> Array:
     return tokens
 
 
-def _sum_in_order(masks: Array, terms: Iterable[FloatArray], dtype: Any) -> Array:
-    """Add each term [T, H] where its mask [T] is set. Overflow to infinity and NaN are results here, not mistakes."""
+def _sum_in_order(masks: Array, terms: Iterable[FloatArray], dtype: Any, bias: Sequence[Array] = ()) -> Array:
+    """Add each term [T, H] where its mask [T] is set, then the biases. Overflow to infinity and NaN are results here,
+    not mistakes.
+    """
     total: FloatArray | None = None
     with np.errstate(over="ignore", invalid="ignore"):
         for mask, values in zip(masks, terms, strict=True):
@@ -273,4 +414,6 @@ def _sum_in_order(masks: Array, terms: Iterable[FloatArray], dtype: Any) -> Arra
             total = np.where(mask[:, None], total + values, total)
         if total is None:
             raise ValueError("nothing to sum")
+        for row in bias:
+            total = total + row.astype(np.float32)
         return total.astype(dtype)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cuep.config import GroupConfig
 from cuep.errors import ArgumentError, CuepError, OrderError, PeerRefused, PeerTimeout
 from cuep.layout import REPORT_BYTES
 
@@ -43,19 +44,14 @@ class Refusal:
     rank: int
     handle: int
     ticket: int
-    needed: int = 0  # rows, with Cause.OVERFLOW
+    detail: int  # rows that a rank needs, where there were too many
 
-    def error(self, max_tokens_per_rank: int, max_recv_rows: int = 0) -> CuepError:
+    def _short_array(self) -> str:
+        return "out" if self.operation == "dispatch" else "expert_out or row_weight_grads"
+
+    def error(self, cfg: GroupConfig) -> CuepError:
         """What to raise about it."""
-        if self.cause is Cause.OVERFLOW:
-            return ArgumentError(
-                f"{self.operation}: rank {self.rank} would receive {self.needed} rows, max_recv_tokens_per_rank allows"
-                f" {max_recv_rows}; nothing was routed"
-            )
-        if self.cause is Cause.TOKEN_COUNT:
-            return ArgumentError(f"{self.operation}: num_tokens is negative or more than the rows of topk_idx")
-        if self.cause is Cause.GRADS_DIFFER:
-            return ArgumentError(f"{self.operation}: row_weight_grads was given on some ranks and not on others")
+        max_tokens_per_rank = cfg.max_tokens_per_rank
         if self.cause is Cause.ZONE_FULL:
             return ArgumentError(
                 f"{self.operation}: topk_idx names an expert more than max_tokens_per_rank={max_tokens_per_rank} times"
@@ -63,8 +59,22 @@ class Refusal:
             )
         if self.cause is Cause.TOO_FEW_ROWS:
             return ArgumentError(
-                f"{self.operation}: {'out' if self.operation == 'dispatch' else 'expert_out'} has fewer rows than were"
-                " received; nothing was done"
+                f"{self.operation}: {self._short_array()} has fewer rows than were received;"
+                f" nothing was {'dispatched' if self.operation == 'dispatch' else 'combined'}"
+            )
+        if self.cause is Cause.TOKEN_COUNT:
+            return ArgumentError(
+                f"{self.operation}: num_tokens on the device was not between 0 and the rows of topk_idx;"
+                " nothing was sent"
+            )
+        if self.cause is Cause.GRADS_DIFFER:
+            return ArgumentError(
+                f"{self.operation}: row_weight_grads was given on some ranks and not on others; nothing was combined"
+            )
+        if self.cause is Cause.OVERFLOW:
+            return ArgumentError(
+                f"{self.operation}: rank {self.rank} would receive {self.detail} rows of tokens, more than"
+                f" max_recv_tokens_per_rank={cfg.max_recv_tokens_per_rank}; nothing is sent"
             )
         return PeerRefused(f"{self.operation}: rank {self.rank} refused its call, so it did nothing on any rank")
 
@@ -99,7 +109,8 @@ class Report:
         if words["broken"] == _OVERLAP:
             return OrderError(
                 f"{OPERATIONS[int(words['op'])]}: two operations of this group ran at once on rank {self._rank};"
-                " replays of graphs and eager calls of one group must follow one another. The group can only be closed now"
+                " replays of graphs and eager calls of one group must follow one another."
+                " The group can only be closed now"
             )
         awaited = _PHASES[int(words["phase"])].replace("the peer", f"rank {int(words['peer'])}")
         return PeerTimeout(
@@ -115,9 +126,9 @@ class Report:
         self._refusals_seen = count
         refusals = []
         for number in range(count - new, count):
-            what, handle, ticket, needed = (int(word) for word in self._words["refusals"][number % _REFUSALS_KEPT])
-            operation, cause = OPERATIONS[what & 0xFF], Cause(what >> 8 & 0xFF)
-            refusals.append(Refusal(operation, cause, what >> 16, handle, ticket, needed))
+            what, handle, ticket, detail = (int(word) for word in self._words["refusals"][number % _REFUSALS_KEPT])
+            cause = Cause(what >> 8 & 0xFF)
+            refusals.append(Refusal(OPERATIONS[what & 0xFF], cause, what >> 16, handle, ticket, detail))
         return refusals
 
     def take_bad_ids(self) -> int:

@@ -15,8 +15,8 @@ from cuep.bench import runner, traffic
 from cuep.errors import ArgumentError
 
 RECORD_KEYS = (
-    "op variant mode layout reduce backend gpu ranks tokens hidden experts topk dtype quant num_sms graph us_median "
-    "us_p10 us_p90 host_us bytes_remote bytes_total gb_per_s checked commit"
+    "op variant mode layout reduce alignment backend gpu ranks tokens hidden experts topk dtype quant num_sms graph "
+    "us_median us_p10 us_p90 host_us host_cold_us bytes_remote bytes_total gb_per_s checked commit"
 )
 
 

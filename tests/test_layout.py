@@ -84,7 +84,7 @@ def test_regions_do_not_overlap(mode: str) -> None:
     "change,match",
     [
         ({"mode": "fast"}, "mode='fast' is not allowed; allowed: 'll' or 'ht'"),
-        ({"layout": "flat"}, r"layout='flat' is not allowed; allowed: \('expert_major',\) with mode='ll'"),
+        ({"layout": "flat"}, r"layout='flat' is not allowed; allowed: \('expert_major', 'rank_major'\) with mode='ll'"),
         ({"hidden": 7}, "hidden=7 is not allowed; .*a multiple of 8 with bfloat16"),
         ({"num_topk": 33}, "num_topk=33 is not allowed; allowed: a whole number from 1 to 32"),
         ({"num_topk": True}, "num_topk=True"),

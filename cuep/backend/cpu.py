@@ -18,6 +18,7 @@ from cuep import env
 from cuep.backend import Comm, Record
 from cuep.backend.cpu_memory import SharedMemory
 from cuep.backend.cpu_stream import CpuStream, SynchronousStream
+from cuep.backend.user_memory import UserBlock
 from cuep.errors import ArgumentError, ArgumentTypeError, BackendUnavailable, DeviceError
 
 _MAX_GRID = 1024  # every block is an OS thread
@@ -77,12 +78,27 @@ class CpuBackend:
         return SharedMemory(self.comm, num_bytes)
 
     def empty(self, shape: tuple[int, ...], dtype: Any, allocator: Any = None) -> npt.NDArray[Any]:
-        _refuse_allocator(allocator)
-        return np.empty(shape, dtype)
+        if allocator is None:
+            return np.empty(shape, dtype)
+        if not isinstance(allocator, tuple):
+            raise ArgumentError("allocator: the cpu backend takes a pair alloc(bytes) -> address, free(address)")
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        block = UserBlock(allocator, num_bytes)
+        memory = (ctypes.c_uint8 * num_bytes).from_address(block.address)
+        memory.owner = block  # arrays keep the ctypes object, and it keeps the block
+        array: npt.NDArray[Any] = np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
+        return array
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, allocator: Any = None) -> npt.NDArray[Any]:
-        _refuse_allocator(allocator)
-        return np.zeros(shape, dtype)
+        if allocator is None:
+            return np.zeros(shape, dtype)
+        array = self.empty(shape, dtype, allocator)
+        array[...] = np.zeros((), dtype)
+        return array
+
+    def clear(self, array: npt.NDArray[Any], stream: CpuStream | SynchronousStream) -> None:
+        """Zero it, in stream order."""
+        stream.submit(lambda: array.fill(0))
 
     def asarray(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.asarray(array)
@@ -168,11 +184,6 @@ class CpuFunction:
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         if self._entry(grid, threads, smem_bytes, params, error, _ERROR_BYTES) != 0:
             raise DeviceError(f"rank {self._rank}: {error.value.decode(errors='replace')}")
-
-
-def _refuse_allocator(allocator: Any) -> None:
-    if allocator is not None:
-        raise ArgumentError("allocator is for the cuda backend; the cpu backend allocates with NumPy")
 
 
 def _boot_id() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from cuep.backend import Array, Comm
 from cuep.backend.cuda_context import CudaContext, choose_gpu
 from cuep.backend.cuda_launch import CudaModule
 from cuep.backend.cuda_stream import CudaStream, resolve
+from cuep.backend.user_memory import UserBlock
 from cuep.errors import BackendUnavailable, ClosedError, CuepError, DeviceError, OrderError
 
 _NVSHMEM_STATE = "nvshmemi_device_state_d"  # in every module that calls NVSHMEM's device functions
@@ -87,8 +87,7 @@ class CudaBackend:
     def _allocate_by(self, allocator: Any, num_bytes: int) -> Any:
         if not isinstance(allocator, tuple):
             return allocator(num_bytes)
-        alloc, free = allocator
-        block = _UserBlock(int(alloc(num_bytes)), free)
+        block = UserBlock(allocator, num_bytes)
         memory = self.xp.cuda.UnownedMemory(block.address, num_bytes, block, self.device)
         return self.xp.cuda.MemoryPointer(memory, 0)
 
@@ -98,6 +97,10 @@ class CudaBackend:
         if array.nbytes:
             self._context.fill_zero(array.data.ptr, array.nbytes)
         return array
+
+    def clear(self, array: Array, stream: CudaStream) -> None:
+        """Zero it, in stream order."""
+        self._context.clear(array.data.ptr, array.nbytes, stream.handle)
 
     def asarray(self, array: npt.NDArray[Any]) -> Array:
         """A copy on the device, complete when this returns."""
@@ -165,17 +168,6 @@ class CudaBackend:
         self._is_closed = True
         if self._heap is not None:
             self._heap.close()
-
-
-class _UserBlock:
-    """Memory from a user's alloc, given to the user's free when the last array on it is gone."""
-
-    def __init__(self, address: int, free: Callable[[int], object]) -> None:
-        self.address = address
-        self._free = free
-
-    def __del__(self) -> None:
-        self._free(self.address)
 
 
 def _import_cupy(comm: Comm) -> Any:

@@ -113,12 +113,20 @@ def _answers(world: World, options: Options, received: Any) -> Array:
         scaled = rows.astype(xp.float32) * xp.float32(scale(owner))
         return xp.where(is_row[:, None], scaled, xp.float32("nan")).astype(tokens.dtype)
 
-    if options.mode == "ht":
+    config = group_config(options, {})
+    if config.layout == "flat":
         return answer(tokens, received.total[0], world.rank)
     answers = backend.empty(tokens.shape, tokens.dtype)
-    num_local = tokens.shape[0]
+    if config.layout == "rank_major":
+        for src in range(world.size):
+            answers[src] = answer(tokens[src], received.src_rank_counts[src], world.rank)
+        return answers
+    num_local = config.num_experts // world.size
+    offsets = backend.to_numpy(received.expert_offsets)
+    rows, zones = tokens.reshape(-1, config.hidden), answers.reshape(-1, config.hidden)
     for local in range(num_local):
-        answers[local] = answer(tokens[local], received.expert_counts[local], world.rank * num_local + local)
+        zone = slice(int(offsets[local]), int(offsets[local + 1]))
+        zones[zone] = answer(rows[zone], received.expert_counts[local], world.rank * num_local + local)
     return answers
 
 
@@ -133,6 +141,7 @@ def _record(
         "mode": options.mode,
         "layout": config.layout,
         "reduce": config.reduce,
+        "alignment": config.alignment,
         "backend": world.backend.name,
         "gpu": world.backend.description if world.backend.name == "cuda" else None,
         "ranks": world.size,
@@ -148,6 +157,7 @@ def _record(
         "us_p10": timing.us_p10,
         "us_p90": timing.us_p90,
         "host_us": timing.host_us,
+        "host_cold_us": timing.host_cold_us,
         "bytes_remote": moved.remote,
         "bytes_total": moved.total,
         "gb_per_s": round(moved.remote / timing.us_median / 1e3, 2) if timing.us_median else None,

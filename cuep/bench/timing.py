@@ -16,6 +16,7 @@ Step = Callable[[], None]
 # Repetitions within one iteration: enough to make launch latency and the ranks' unequal start small beside the work.
 _GPU_REPEATS = 10
 _CPU_REPEATS = 2
+_HOST_REPEATS = 10  # few enough to fit the device's queue of launches
 
 
 @dataclass(frozen=True)
@@ -38,23 +39,25 @@ class Timing:
     us_median: float
     us_p10: float
     us_p90: float
-    host_us: float  # what the calls cost the host, until they return
+    host_us: float  # what the calls cost the host, until they return, when it does nothing else
+    host_cold_us: float  # the same for the first calls after it has waited for the device
 
 
 def measure(world: World, stream: Any, operation: Operation, iterations: int, graph: bool) -> Timing:
     """Time an operation whose steps enqueue on `stream`. Collective."""
     synchronize = world.backend.stream(stream).synchronize
-    host_us = _iterate(world, iterations, lambda: _host_time(operation, synchronize))
+    host = _iterate(world, iterations, lambda: _host_times(operation, synchronize))
     if world.backend.name == "cpu":
         us = _iterate(world, iterations, lambda: _cpu_time(operation, synchronize))
     else:
         timer = _GraphTimer(world, stream, operation) if graph else _EagerTimer(world, stream, operation)
         us = _iterate(world, iterations, timer)
     p10, median, p90 = (round(float(v), 2) for v in np.percentile(us, (10, 50, 90)))
-    return Timing(median, p10, p90, round(float(np.median(host_us)), 2))
+    host_us, host_cold_us = (round(float(v), 2) for v in np.median(host, axis=0))
+    return Timing(median, p10, p90, host_us, host_cold_us)
 
 
-def _iterate(world: World, iterations: int, sample: Callable[[], float]) -> list[float]:
+def _iterate(world: World, iterations: int, sample: Callable[[], Any]) -> list[Any]:
     """`iterations` samples after one that does not count; of each, the largest of all ranks, in microseconds."""
     mine = []
     for _ in range(iterations + 1):
@@ -63,16 +66,21 @@ def _iterate(world: World, iterations: int, sample: Callable[[], float]) -> list
     return list(np.max(world.comm.allgather(mine[1:]), axis=0))
 
 
-def _host_time(operation: Operation, synchronize: Step) -> float:
-    for step in operation.untimed:
-        step()
+def _host_times(operation: Operation, synchronize: Step) -> tuple[float, float]:
+    """Microseconds of the timed steps: the median of calls one after another, and of the first."""
+    seconds: list[float] = []
     synchronize()
-    start = time.perf_counter()
-    for step in operation.timed:
-        step()
-    seconds = time.perf_counter() - start
+    for _ in range(_HOST_REPEATS):
+        for step in operation.untimed:
+            step()
+        if not seconds:
+            synchronize()
+        start = time.perf_counter()
+        for step in operation.timed:
+            step()
+        seconds.append(time.perf_counter() - start)
     synchronize()
-    return seconds * 1e6
+    return float(np.median(seconds[1:])) * 1e6, seconds[0] * 1e6
 
 
 def _cpu_time(operation: Operation, synchronize: Step) -> float:

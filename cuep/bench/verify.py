@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from cuep import reference
-from cuep.bench.workload import Inputs, Options, make_inputs, scale
+from cuep.bench.workload import Inputs, Options, group_config, make_inputs, scale
+from cuep.config import GroupConfig
 from cuep.world import World
 
 
@@ -20,31 +21,26 @@ def problems(world: World, options: Options, received: Any, combined: Any) -> li
     inputs = reference.make_inputs(
         options.experts, [r.x for r in ranks], [r.topk_idx for r in ranks], [r.topk_weights for r in ranks]
     )
-    expected = _expected_dispatch(inputs, options, world.rank)
+    cfg = group_config(options, {})
+    expected = reference.dispatch(inputs, world.rank, cfg)
     mine = [f"dispatch: {text}" for text in _compare_received(world, received, expected)]
     answer = world.backend.to_numpy(combined)
-    difference = reference.first_difference(answer, _expected_combine(inputs, ranks[world.rank], options, world.rank))
+    difference = reference.first_difference(answer, _expected_combine(inputs, ranks[world.rank], cfg, world.rank))
     if difference is not None:
         mine.append(f"combine: y {difference}")
     return [f"rank {rank}: {text}" for rank, texts in enumerate(world.comm.allgather(mine)) for text in texts]
 
 
-def _expected_dispatch(inputs: reference.Inputs, options: Options, rank: int) -> reference.Dispatched:
-    if options.mode == "ll":
-        return reference.dispatch_expert_major(inputs, rank, max(1, options.tokens))
-    return reference.dispatch_flat(inputs, rank)
+def _expected_combine(inputs: reference.Inputs, mine: Inputs, cfg: GroupConfig, rank: int) -> reference.Array:
+    ids = inputs.topk_idx[rank]
 
-
-def _expected_combine(inputs: reference.Inputs, mine: Inputs, options: Options, rank: int) -> reference.Array:
-    ids, owner = inputs.topk_idx[rank], inputs.owner(rank)
-
-    def scaled(factor: Any) -> reference.Array:
+    def answer(owner: int) -> reference.Array:
+        """Of the owner-th expert of each token, or of rank `owner`."""
+        factor = scale(ids[:, owner])[:, None] if cfg.layout == "expert_major" else scale(owner)
         rows: reference.Array = (mine.x.astype(np.float32) * factor).astype(mine.x.dtype)
         return rows
 
-    if options.mode == "ll":
-        return reference.weighted_sum(ids, mine.topk_weights, lambda k: scaled(scale(ids[:, k])[:, None]), mine.x.dtype)
-    return reference.rank_sum(owner, inputs.num_ranks, lambda dst: scaled(scale(dst)), mine.x.dtype)
+    return reference.combine(inputs, rank, cfg, answer)
 
 
 def _compare_received(world: World, received: Any, expected: reference.Dispatched) -> list[str]:

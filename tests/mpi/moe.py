@@ -75,27 +75,51 @@ def poison(world: Any, handle: cuep.Handle, recv: cuep.Received) -> None:
     world.backend.synchronize()
 
 
-def expert_factor(cfg: cuep.GroupConfig, world: Any) -> np.ndarray:
-    """What this rank's experts multiply their rows by: a power of two per expert (ll) or per rank (ht)."""
-    if cfg.mode == "ht":
-        return np.float32(scale(world.rank))
-    local = cfg.num_experts // world.size
-    return scale(world.rank * local + np.arange(local))[:, None, None]
+def expert_factor(cfg: cuep.GroupConfig, rank: int, num_ranks: int, recv: Any = None) -> np.ndarray:
+    """What a rank's experts multiply their rows by: a power of two per expert (expert_major) or per rank."""
+    if cfg.layout != "expert_major":
+        return np.float32(scale(rank))
+    local = cfg.num_experts // num_ranks
+    factors = scale(rank * local + np.arange(local))
+    if cfg.mode == "ll":
+        return factors[:, None, None]
+    offsets, rows = recv
+    expert = np.clip(np.searchsorted(offsets, np.arange(rows), side="right") - 1, 0, local - 1)
+    return factors[expert][:, None]
 
 
 def run_experts(cfg: cuep.GroupConfig, world: Any, recv: Any, stream: Any = None) -> Any:
     """The experts' outputs for all rows, valid or not."""
     tokens = to_host(world, recv.tokens, stream)
+    offsets = None if recv.expert_offsets is None else to_host(world, recv.expert_offsets, stream)
+    factor = expert_factor(cfg, world.rank, world.size, (offsets, len(tokens)))
     with np.errstate(invalid="ignore", over="ignore"):
-        out = (tokens.astype(np.float32) * expert_factor(cfg, world)).astype(tokens.dtype)
+        out = (tokens.astype(np.float32) * factor).astype(layout.dtype_of(cfg.combine_dtype))
     return to_device(world, out)
 
 
 def expected(world: Any, cfg: cuep.GroupConfig, step: Step) -> tuple[reference.Inputs, reference.Dispatched]:
     inputs = reference.gather_inputs(world.comm, cfg.num_experts, step.x, step.topk_idx, step.topk_weights)
-    if cfg.mode == "ll":
-        return inputs, reference.dispatch_expert_major(inputs, world.rank, cfg.max_tokens_per_rank)
-    return inputs, reference.dispatch_flat(inputs, world.rank)
+    return inputs, reference.dispatch(inputs, world.rank, cfg)
+
+
+def expected_y(
+    cfg: cuep.GroupConfig,
+    rank: int,
+    step: Step,
+    inputs: reference.Inputs,
+    weights: np.ndarray | None = None,
+    bias: tuple[np.ndarray, ...] = (),
+) -> np.ndarray:
+    """What combine returns for run_experts' outputs."""
+    ids = inputs.topk_idx[rank]
+
+    def answer(owner: int) -> np.ndarray:
+        factor = scale(ids[:, owner])[:, None] if cfg.layout == "expert_major" else np.float32(scale(owner))
+        with np.errstate(invalid="ignore", over="ignore"):
+            return (step.x.astype(np.float32) * factor).astype(layout.dtype_of(cfg.combine_dtype))
+
+    return reference.combine(inputs, rank, cfg, answer, weights=weights, bias=bias)
 
 
 def check_received(world: Any, cfg: cuep.GroupConfig, recv: cuep.Received, want: reference.Dispatched) -> None:
@@ -111,23 +135,12 @@ def check_received(world: Any, cfg: cuep.GroupConfig, recv: cuep.Received, want:
         if value is not None:
             rows = to_host(world, have).reshape(-1, have.shape[-1])
             reference.assert_same(rows[want.row_idx], value, name)
-    if recv.topk_idx is not None:  # nobody may take a row beyond the count for a row
-        assert (to_host(world, recv.topk_idx)[want.total :] == -1).all(), "topk_idx beyond the count"
+    if recv.topk_idx is not None and cfg.mode == "ht":  # nobody may take a row beyond the count for a row
+        assert (to_host(world, recv.topk_idx)[len(want.row_idx) :] == -1).all(), "topk_idx beyond the count"
 
 
 def check_combined(world: Any, cfg: cuep.GroupConfig, step: Step, inputs: reference.Inputs, y: Any) -> None:
-    ids, x = inputs.topk_idx[world.rank], step.x
-    weights = reference.weights_or_ones(inputs, world.rank)
-
-    def scaled(factor: Any) -> np.ndarray:
-        with np.errstate(invalid="ignore", over="ignore"):
-            return (x.astype(np.float32) * factor).astype(x.dtype)
-
-    if cfg.mode == "ll":
-        want = reference.weighted_sum(ids, weights, lambda k: scaled(scale(ids[:, k])[:, None]), x.dtype)
-    else:
-        want = reference.rank_sum(inputs.owner(world.rank), world.size, lambda rank: scaled(scale(rank)), x.dtype)
-    reference.assert_same(to_host(world, y), want, "y")
+    reference.assert_same(to_host(world, y), expected_y(cfg, world.rank, step, inputs), "y")
 
 
 def run_step(

@@ -174,7 +174,7 @@ struct Home {
         const bool is_off = is_stopped(op);
         bool is_ok = true;
         if (tid < kRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), 1, tid);
-        if (block_any(!is_ok || is_off)) return;
+        if (block_any(!is_ok || is_off)) return stop(op);
         fence_proxy_async();  // what peers read from staging comes before the bulk copies that write it
         if (blockIdx.x == 0 && tid < kRanks) {  // pairs with the wait for totals below
             const uint32_t has_grads = p.row_weight_grads != nullptr ? kHasGrads : 0;

@@ -28,7 +28,7 @@ struct Control {
     uint32_t blocks[3];  // blocks of the running kernel that are through
     uint32_t broken;     // a wait has timed out, or two kernels ran at once: the group is over
     uint32_t sent;       // blocks of the running kernel that have sent all they owe, where others wait for that
-    uint32_t busy;       // 1 while a kernel of this group runs
+    uint32_t busy;       // kernels of this group that run
 };
 
 constexpr uint32_t kRefusalsKept = 8;
@@ -44,7 +44,7 @@ struct Report {
         uint32_t what;  // Op, Cause << 8, rank << 16
         uint32_t handle;
         uint32_t ticket;  // of the launch that did nothing
-        uint32_t needed;  // Cause::kOverflow: rows that the rank would have received
+        uint32_t detail;  // kOverflow: rows that `rank` would receive
     } refusals[kRefusalsKept];
 };
 
@@ -107,16 +107,21 @@ CUEP_DEVICE void break_down(const Operation& op, Broken how, Phase phase, int pe
     st_release_sys(&report->broken, static_cast<uint32_t>(how));  // pairs with the host's read in Group.check
 }
 
-// Whether this kernel must do nothing, for block_any. Either a wait of an earlier kernel timed out: its epoch never
-// ended, so a kernel that ran now would write over what a late peer has yet to read. Or another kernel of this group
-// runs beside this one, as when two graphs are replayed in two streams: both would work in one epoch. One thread looks,
-// since another block may break the group at any time. Ask early and use the answer late: it runs beside other loads.
+// Whether this kernel must do nothing, for block_any; then it calls stop(). Either a wait of an earlier kernel timed
+// out: its epoch never ended, so a kernel that ran now would write over what a late peer has yet to read. Or another
+// kernel of this group runs beside this one, as when two graphs are replayed in two streams: both would work in one
+// epoch. One thread looks, since another block may break the group at any time. Ask early and use the answer late: both
+// accesses are relaxed and run beside others.
 CUEP_DEVICE bool is_stopped(const Operation& op) {
     if (threadIdx.x != 0) return false;
-    if (blockIdx.x == 0 && atom_cas_acq_rel_gpu(&op.control->busy, 0u, 1u) != 0u) {
-        break_down(op, Broken::kOverlap, Phase::kCounts, 0, 0, 0);
-    }
-    return ld_relaxed_sys(&op.control->broken) != 0;
+    const uint32_t broken = ld_relaxed_sys(&op.control->broken);
+    const uint32_t running = blockIdx.x == 0 ? atom_add_relaxed_gpu(&op.control->busy, 1u) : 0;
+    return (broken | running) != 0;
+}
+
+// A kernel ends because it is stopped or gave up: if nobody has said why, another kernel of the group runs.
+CUEP_DEVICE void stop(const Operation& op) {
+    if (threadIdx.x == 0) break_down(op, Broken::kOverlap, Phase::kCounts, 0, 0, 0);
 }
 
 // A word {epoch, value}, written and read in one access: the value cannot be of another epoch.
@@ -226,13 +231,13 @@ CUEP_DEVICE void end_send(const Params& p, const Operation& op) {
 
 // One thread: tell the host that this launch did nothing because `rank` refused its part of an operation.
 template <class Params>
-CUEP_DEVICE void report_refusal(const Params& p, Op op, Cause cause, uint32_t rank, uint32_t needed = 0) {
+CUEP_DEVICE void report_refusal(const Params& p, Op op, Cause cause, uint32_t rank, uint32_t detail = 0) {
     const uint32_t number = p.report->num_refused;
     auto& refusal = p.report->refusals[number % kRefusalsKept];
     refusal.what = static_cast<uint32_t>(op) | static_cast<uint32_t>(cause) << 8 | rank << 16;
     refusal.handle = p.handle;
     refusal.ticket = p.ticket;
-    refusal.needed = needed;
+    refusal.detail = detail;
     st_release_sys(&p.report->num_refused, number + 1);  // pairs with the host's read in Group.raise_pending
 }
 
