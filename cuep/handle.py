@@ -180,6 +180,8 @@ class Handle:
                 self._check_send_only(send_only)
                 into = None if out is None else arrays.view(out, "out", group.world.backend)
                 group.mode.prepare_dispatch(self, into)
+                if into is not None:
+                    _check_apart(view, "x", _range(into), "out, which dispatch writes")
                 _check_apart(
                     view, "x", self.state.recv_range, "this handle's own Received.tokens, which its dispatch writes"
                 )
