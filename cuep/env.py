@@ -8,7 +8,13 @@ from cuep.errors import ArgumentError
 
 # Set by the launchers of Open MPI, MPICH/Hydra, Intel MPI and Slurm: a process that has none was started alone.
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "MPI_LOCALNRANKS")
-_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+_LOCAL_RANK_VARIABLES = (  # torchrun's first: its processes inherit those of a launcher that started it
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
 
 
 def backend() -> str | None:

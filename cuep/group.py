@@ -77,9 +77,8 @@ class Group:
         self._broken: CuepError | None = None
         self._tickets = itertools.count(1)
         self._in_flight: deque[tuple[int, tuple[Any, ...]]] = deque()
-        self._turns = {"dispatch": 0, "combine": 0}  # operations so far
-        #: turn and handle of what was only sent, oldest first
-        self._pending: dict[str, list[tuple[int, Handle]]] = {"dispatch": [], "combine": []}
+        self._num_dispatches = 0
+        self._pending: list[tuple[int, Handle]] = []  # number and handle of dispatches only sent, oldest first
         self._handle_serials = itertools.count(1)
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
         with world.backend.active():
@@ -178,7 +177,7 @@ class Group:
         with self.lock:
             self._check_usable()
             self._check_not_capturing(topk_idx, stream)
-            self.check_turn("dispatch", "create_handle")
+            self.check_turn("create_handle")
             try:
                 handle = Handle(self, next(self._handle_serials))
             except MemoryError:
@@ -229,29 +228,31 @@ class Group:
     def refuse_route(self, stream: Stream) -> None:
         """Take part in a routing, or (ll) in the dispatch that follows it, with nothing."""
         if self.cfg.mode == "ll":
-            self.take_turn("dispatch")
+            self.take_turn()
         self.mode.refuse_route(stream)
 
-    def check_turn(self, operation: str, call: str | None = None) -> None:
-        """OrderError where the memory of the next operation still holds one that is to be received. Nothing is sent."""
-        if self._pending[operation]:
-            oldest, handle = self._pending[operation][0]
-            if self._turns[operation] + 1 - oldest >= self.cfg.num_buffers:
+    def check_turn(self, call: str) -> None:
+        """OrderError where the memory of the next dispatch still holds one that is to be received. Nothing is sent.
+
+        (Only the device can tell the same of a combine: it knows which combines a refusal made none.)
+        """
+        if self._pending:
+            oldest, handle = self._pending[0]
+            if self._num_dispatches + 1 - oldest >= self.cfg.num_buffers:
                 raise OrderError(
-                    f"{call or operation}: num_buffers={self.cfg.num_buffers} operations of a kind may be under way at"
-                    f" a time; complete() the oldest pending {operation} first (handle {handle.serial})"
+                    f"{call}: num_buffers={self.cfg.num_buffers} operations of a kind may be under way at a time;"
+                    f" complete() the oldest pending dispatch first (handle {handle.serial})"
                 )
 
-    def take_turn(self, operation: str) -> int:
-        """Number an operation that is now sent or refused."""
-        self._turns[operation] += 1
-        return self._turns[operation]
+    def take_turn(self) -> None:
+        """A dispatch is sent or refused."""
+        self._num_dispatches += 1
 
-    def begin_pending(self, operation: str, handle: Handle, turn: int) -> None:
-        self._pending[operation].append((turn, handle))
+    def begin_pending(self, handle: Handle) -> None:
+        self._pending.append((self._num_dispatches, handle))
 
-    def end_pending(self, operation: str, handle: Handle) -> None:
-        self._pending[operation] = [entry for entry in self._pending[operation] if entry[1] is not handle]
+    def end_pending(self, handle: Handle) -> None:
+        self._pending = [entry for entry in self._pending if entry[1] is not handle]
 
     def put_behind(self, stream: Stream) -> None:
         """What is enqueued on `stream` from now on comes after the group's operations so far."""
@@ -371,7 +372,7 @@ class Group:
             handle.close()
         self.workspace = {}
         self._in_flight.clear()
-        self._pending = {"dispatch": [], "combine": []}
+        self._pending = []
         self.world.forget(self)
 
     def __enter__(self) -> Group:

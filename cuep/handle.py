@@ -117,7 +117,7 @@ class Handle:
             chosen = group.begin()
             self._check_open()
             self._check_not_pending(call)
-            group.check_turn("dispatch", call)  # a refused routing counts as the dispatch that follows (ll)
+            group.check_turn(call)  # a refused routing counts as the dispatch that follows (ll)
             self._stage = Stage.UNROUTED
             try:
                 chosen = group.choose_stream(stream, topk_idx)
@@ -187,15 +187,16 @@ class Handle:
                 )
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
-                group.take_turn("dispatch")
+                group.take_turn()
                 group.mode.refuse_dispatch(self, chosen)  # the peers wait for this rank's part
                 raise
-            turn = group.take_turn("dispatch")
+            group.take_turn()
             self._newest = group.mode.dispatch(self, view, into, chosen, send_only=send_only)
             received = self._received(arrays.framework(x), out)
             self._stage = Stage.DISPATCHED
             if send_only:
-                self._begin_pending("dispatch", turn, view, received)
+                group.begin_pending(self)
+                self._begin_pending("dispatch", view, received)
             group.leave(chosen)
         return received
 
@@ -227,7 +228,8 @@ class Handle:
                 expert_major [L, N*B] (ll) or [rows] (ht); rank_major [N, B, K]; flat [rows, K]. They go home with the
                 rows: the gradients of topk_weights, in a backward pass.
             out: [num_rows, H] of combine_dtype: where to put y instead of memory of the handle. Rows may be strided.
-            send_only: (ll) only send; complete() receives. At most num_buffers combines may be under way.
+            send_only: (ll) only send; complete() receives. At most num_buffers combines may be under way: one more does
+                nothing on any rank, and OrderError comes at check().
             stream: where to enqueue; None = the current stream of expert_out's framework.
 
         Returns:
@@ -237,8 +239,8 @@ class Handle:
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument does not fit; nothing is combined on any rank.
-            OrderError: the handle was not dispatched, or combined already, or an operation of it is pending, or too
-                many are. Nothing is sent.
+            OrderError: the handle was not dispatched, or combined already, or an operation of it is pending. Nothing is
+                sent.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
         group = self._group
@@ -248,7 +250,6 @@ class Handle:
             self._check_not_pending("combine")
             if self._stage is not Stage.DISPATCHED:
                 raise OrderError(f"combine: this handle {self._stage.value}")
-            group.check_turn("combine")
             try:
                 chosen = group.choose_stream(stream, expert_out)
                 view = arrays.view(expert_out, "expert_out", group.world.backend)
@@ -257,15 +258,13 @@ class Handle:
                 call = self._combine_call(view, topk_weights, bias, row_weight_grads, out)
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
-                group.take_turn("combine")
                 group.mode.refuse_combine(self, chosen)  # the peers wait for this rank's part
                 raise
-            turn = group.take_turn("combine")
             self._newest = group.mode.combine(self, call, chosen, send_only=send_only)
             combined = self._combined(arrays.framework(expert_out), out, has_grads=row_weight_grads is not None)
             self._stage = Stage.COMBINED
             if send_only:
-                self._begin_pending("combine", turn, call, combined)
+                self._begin_pending("combine", call, combined)
             group.leave(chosen)
         return combined
 
@@ -293,7 +292,7 @@ class Handle:
             chosen = group.choose_stream(stream, None if like is None else like.owner)
             self._newest = group.mode.complete(self, chosen, sent)
             result = self._outputs
-            group.end_pending(self.pending, self)
+            group.end_pending(self)
             self.pending = self._sent = self._outputs = None
             group.leave(chosen)
         return result
@@ -432,9 +431,8 @@ class Handle:
         if send_only and self._group.cfg.mode != "ll":
             raise ArgumentError("send_only=True is not allowed with mode='ht'; allowed: False")
 
-    def _begin_pending(self, operation: str, turn: int, sent: CombineCall | arrays.View, outputs: Any) -> None:
+    def _begin_pending(self, operation: str, sent: CombineCall | arrays.View, outputs: Any) -> None:
         self.pending, self._sent, self._outputs = operation, sent, outputs
-        self._group.begin_pending(operation, self, turn)
 
     def _check_not_pending(self, call: str) -> None:
         if self.pending is not None:

@@ -33,6 +33,7 @@ class Cause(enum.IntEnum):
     TOKEN_COUNT = 3
     OVERFLOW = 4
     GRADS_DIFFER = 5
+    BANK_TAKEN = 6
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Refusal:
             return ArgumentError(
                 f"{self.operation}: num_tokens on the device was not between 0 and the rows of topk_idx;"
                 " nothing was sent"
+            )
+        if self.cause is Cause.BANK_TAKEN:
+            return OrderError(
+                f"{self.operation}: num_buffers={cfg.num_buffers} operations of a kind may be under way at a time;"
+                " nothing was sent: complete() the oldest pending one first"
             )
         if self.cause is Cause.GRADS_DIFFER:
             return ArgumentError(

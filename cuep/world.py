@@ -75,12 +75,17 @@ class World:
             self._groups.remove(group)
 
     def meet(self, seconds: float) -> bool:
-        """A barrier that lasts at most about so long, where the communicator has Ibarrier. False: not all ranks came.
+        """A barrier that lasts at most about so long, where the communicator has Ibarrier (without it, as long as the
+        communicator's own barrier does). False: not all ranks came, or the communicator does not work any more.
 
         Two in a row: a rank that gave up on the first one has left it behind, and its late peer must not take that for
         the rank itself.
         """
-        self._is_orderly = self._is_orderly and all(idle_barrier(self.comm, seconds) for _ in range(2))
+        try:
+            self._is_orderly = self._is_orderly and all(idle_barrier(self.comm, seconds) for _ in range(2))
+        except Exception as error:  # the communicator's own kind
+            _log.warning("the ranks cannot meet: %s", error)
+            self._is_orderly = False
         return self._is_orderly
 
     def close(self) -> None:
@@ -130,8 +135,9 @@ def init(comm: Comm | None = None, backend: str = "auto", device: int | None = N
     """Join the ranks of a job. Collective over `comm`.
 
     Args:
-        comm: an mpi4py communicator, or any object with rank, size, allgather, bcast and barrier. None: COMM_WORLD
-            where an MPI launcher started the process, else this process alone.
+        comm: an mpi4py communicator, or any object with rank, size, allgather, bcast and barrier, and perhaps Ibarrier
+            as in MPI, which lets closing be bounded in time. None: COMM_WORLD where an MPI launcher started the
+            process, else this process alone.
         backend: "cpu", "cuda", or "auto": CUEP_BACKEND if set, else "cuda" where every rank has a usable GPU.
         device: index of the GPU. None: the rank's number on its host, modulo the visible GPUs.
 

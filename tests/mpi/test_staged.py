@@ -178,3 +178,31 @@ def test_what_a_send_reads_may_go_after_complete(world: Any) -> None:
         world.backend.stream(batch.stream).synchronize()
         check_received(world, group.cfg, recv, batch.want)
         group.check()
+
+
+@pytest.mark.parametrize("is_refusal_near", [False, True])
+def test_a_combine_too_many(world: Any, is_refusal_near: bool) -> None:
+    """D05: the device finds it, on all ranks alike, also where ranks learn of a refusal at different times; what is
+    pending ends well, and the group goes on."""
+    with cuep.Group(world, config("ll")) as group:
+        stream = world.stream()
+        batches = [Batch(world, group, random_step(world, group.cfg, i, 9), stream) for i in range(3)]
+        for batch in batches:
+            batch.send()
+            batch.receive()
+        group.check()
+        batches[0].answer()
+        if is_refusal_near:  # a combine of batch 1 that rank 0 refuses, and that all skip afterwards
+            with pytest.raises(cuep.ArgumentError if world.rank == 0 else cuep.PeerRefused):
+                wrong = batches[1].answers[:, :1] if world.rank == 0 else batches[1].answers
+                batches[1].handle.combine(wrong, stream=stream)
+                group.check()
+        else:
+            batches[1].answer()
+        batches[2].answer()
+        with pytest.raises(cuep.OrderError, match="combine: num_buffers=2 operations of a kind may be under way"):
+            group.check()
+        batches[0].finish()
+        if not is_refusal_near:
+            batches[1].finish()
+        run_step(world, group, random_step(world, group.cfg, 9, 9))

@@ -67,6 +67,15 @@ CUEP_DEVICE bool must_stop(const Params& p, const Operation& op, int bank, bool 
     return block_any(!is_ok || is_off);
 }
 
+// Before a combine that sends: whether this rank has yet to receive what is in the bank. So it is on all ranks, as they
+// do the same operations in the same order; and only the device knows which of them a refusal made none.
+template <class Params>
+CUEP_DEVICE bool is_bank_taken(const Params& p, const Operation& op, int bank) {
+    if (!p.is_send) return false;
+    const uint32_t oldest = static_cast<uint32_t>(op.epoch) - p.num_banks;
+    return epoch_of(ld_relaxed_sys(done_of(p, p.rank, bank, p.rank))) - oldest > p.num_banks;
+}
+
 // What every rank says of its part, into shared memory: how much it sends, or kRefused. False: gave up.
 template <class Params>
 CUEP_DEVICE bool wait_totals(const Params& p, const Operation& op, int bank, uint32_t (&totals)[kNumRanks]) {
@@ -90,7 +99,7 @@ CUEP_DEVICE int refusing_rank(const Params& p, const uint32_t (&totals)[kNumRank
 template <class Params>
 CUEP_DEVICE void publish_done(const Params& p, const Operation& op, int bank) {
     const int tid = threadIdx.x;
-    if (p.is_receive && tid < kNumRanks && tid != p.rank) {
+    if (p.is_receive && tid < kNumRanks) {
         st_release_sys(done_of(p, tid, bank, p.rank), tagged(op, 0));
     }
 }

@@ -15,6 +15,16 @@ CUEP_DEVICE const uint4* expert_row(const Params& p, int64_t row) {
     return reinterpret_cast<const uint4*>(p.expert_out + row * p.expert_out_stride);
 }
 
+// A combine that is none, on any rank, because the one before it in its bank is still to be received.
+template <class Params>
+CUEP_DEVICE void refuse_combine(const Params& p) {
+    if (blockIdx.x != 0 || threadIdx.x != 0) return;
+    p.state->refused = 1 + static_cast<uint32_t>(Op::kCombine);
+    p.state->refused_by = static_cast<uint32_t>(p.rank);
+    report_refusal(p, Op::kCombine, Cause::kBankTaken, p.state->refused_by);
+    st_relaxed_sys(&p.report->ticket, p.ticket);
+}
+
 // How much this rank sends to each, or that it refused; by one block (pairs with wait_totals).
 template <class Params>
 CUEP_DEVICE void publish_totals(const Params& p, const Operation& op, int bank) {

@@ -19,6 +19,7 @@ enum class Cause : uint32_t {
     kTokenCount = 3,
     kOverflow = 4,
     kGradsDiffer = 5,
+    kBankTaken = 6,
 };
 
 // Device memory of one rank, one per group. Only the last block of a kernel writes epochs, so that every block of one
