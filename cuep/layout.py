@@ -56,19 +56,29 @@ def _words(*shape: int) -> Region:
 
 def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     banks, tokens, topk = cfg.num_buffers, cfg.max_tokens_per_rank, cfg.num_topk
-    local_experts = cfg.num_experts // num_ranks
-    return {
-        "dispatch_rows": Region(banks * (num_ranks - 1) * tokens * cfg.row_bytes),
+    local_experts, peers = cfg.num_experts // num_ranks, num_ranks - 1
+    rows_home = peers if cfg.reduce == "per_rank" else topk if peers else 0  # of each token
+    regions = {
+        "dispatch_rows": Region(banks * peers * tokens * cfg.row_bytes),
         "dispatch_headers": Region(banks * num_ranks * tokens * topk * 8),
         "dispatch_flags": _words(banks, num_ranks, tokens),
         "dispatch_counts": _words(banks, num_ranks, local_experts),
         "dispatch_totals": _words(banks, num_ranks),
-        "dispatch_done": _words(num_ranks),
-        "combine_rows": Region(banks * tokens * topk * cfg.row_bytes if num_ranks > 1 else 0),
+        "dispatch_done": _words(banks, num_ranks),
+        "combine_rows": Region(banks * tokens * rows_home * cfg.combine_row_bytes),
+        "combine_grads": Region(banks * tokens * topk * 4),
         "combine_flags": _words(banks, num_ranks, tokens),
         "combine_totals": _words(banks, num_ranks),
-        "combine_done": _words(num_ranks),
+        "combine_done": _words(banks, num_ranks),
     }
+    if _keeps_weights(cfg):
+        regions["dispatch_weights"] = Region(banks * num_ranks * tokens * topk * 4)
+    return regions
+
+
+def _keeps_weights(cfg: GroupConfig) -> bool:
+    """ll: whether a receiver needs the weights of its rows at combine."""
+    return cfg.layout == "expert_major" and cfg.reduce == "per_rank"
 
 
 def _ht_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
@@ -109,17 +119,7 @@ def handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
         "total": ((1,), "int32"),
     }
     if cfg.mode == "ll":
-        rows = num_ranks * tokens
-        shapes |= {
-            "tokens": ((local_experts, rows, cfg.hidden), cfg.dtype),
-            "source": ((local_experts, rows, 3), "int32"),
-            "expert_offsets": ((local_experts + 1,), "int32"),
-            "src_rank_counts": ((local_experts, num_ranks), "int32"),
-            "own_slot": ((tokens,), "int32"),
-            "num_rows": ((num_ranks,), "int32"),
-            "token_idx": ((num_ranks, tokens), "int32"),
-            "row_idx": ((num_ranks, tokens, topk), "int32"),
-        }
+        shapes |= _ll_handle_arrays(cfg, num_ranks)
     else:
         shapes |= {
             "rows": ((tokens, num_ranks), "int32"),
@@ -127,6 +127,33 @@ def handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
             "recv_base": ((num_ranks + 1,), "int32"),
             "src_rank_counts": ((num_ranks,), "int32"),
         }
+    return shapes
+
+
+def _ll_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
+    tokens, topk = cfg.max_tokens_per_rank, cfg.num_topk
+    local_experts, rows = cfg.num_experts // num_ranks, num_ranks * tokens
+    shapes: Shapes = {
+        "tokens": (combine_shape(cfg, num_ranks), cfg.dtype),
+        "own_slot": ((tokens,), "int32"),
+        "num_rows": ((num_ranks,), "int32"),
+        "token_idx": ((num_ranks, tokens), "int32"),
+    }
+    if cfg.layout == "rank_major":
+        return shapes | {
+            "recv_topk_idx": ((num_ranks, tokens, topk), "int32"),
+            "recv_topk_weights": ((num_ranks, tokens, topk), "float32"),
+            "source": ((num_ranks, tokens, 2), "int32"),
+            "src_rank_counts": ((num_ranks,), "int32"),
+        }
+    shapes |= {
+        "source": ((local_experts, rows, 3), "int32"),
+        "expert_offsets": ((local_experts + 1,), "int32"),
+        "src_rank_counts": ((local_experts, num_ranks), "int32"),
+        "row_idx": ((num_ranks, tokens, topk), "int32"),
+    }
+    if _keeps_weights(cfg):
+        shapes["recv_weights"] = ((num_ranks, tokens, topk), "float32")
     return shapes
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cuep import layout
 from cuep.arrays import View
 from cuep.backend import Array, Record, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
@@ -16,8 +17,12 @@ if TYPE_CHECKING:
     from cuep.group import Group
     from cuep.handle import Handle
 
-_DISPATCH_REGIONS = ("rows", "headers", "flags", "counts", "totals", "done")
-_COMBINE_REGIONS = ("rows", "flags", "totals", "done")
+_DISPATCH_REGIONS = ("rows", "headers", "weights", "flags", "counts", "totals", "done")
+_COMBINE_REGIONS = ("rows", "grads", "flags", "totals", "done")
+_OF_SOME_FORMS = ("row_idx", "recv_weights", "recv_topk_idx", "recv_topk_weights")  # null in the others
+_RECEIVED = ("tokens", "expert_counts", "expert_offsets", "src_rank_counts", "source", "total")
+_NEEDED = ("bias", "row_weight_grads")  # a variant without them must not ignore them
+_COUNT_IN_STATE = 36  # byte of HandleState::num_tokens
 
 
 @dataclass
@@ -36,23 +41,30 @@ class LowLatency:
     def __init__(self, group: Group) -> None:
         cfg = group.cfg
         self._group = group
-        shape = {
-            "kNumRanks": group.num_ranks,
-            "kNumExperts": cfg.num_experts,
-            "kNumTopk": cfg.num_topk,
-            "kRowBytes": cfg.row_bytes,
-        }
-        tunables = {} if group.world.backend.name == "cpu" else {"kNumThreads": threads_for(cfg.row_bytes // 16)}
-        self._dispatch = ModeKernel(group, "dispatch", "direct", shape, tunables)
-        self._combine = ModeKernel(group, "combine", "direct", shape | {"elem_t": elem_type(cfg.dtype)}, tunables)
+        is_rank_major = cfg.layout == "rank_major"
+        shape = {"kNumRanks": group.num_ranks, "kNumExperts": cfg.num_experts, "kNumTopk": cfg.num_topk}
+        rows_out = {"kRowBytes": cfg.row_bytes}
+        rows_home = {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
+        self._dispatch = ModeKernel(
+            group,
+            "dispatch",
+            "rank" if is_rank_major else "direct",
+            shape | rows_out,
+            self._tunables(cfg.row_bytes),
+        )
+        self._combine = ModeKernel(
+            group,
+            "combine",
+            "direct" if cfg.reduce == "exact" else "partial",
+            shape | rows_home | {"kIsRankMajor": is_rank_major},
+            self._tunables(cfg.combine_row_bytes),
+        )
         self._refusal = self._records(None)
 
     def attach(self, handle: Handle) -> HandleState:
-        handle.arrays["expert_offsets"][...] = self._group.world.backend.asarray(self._expert_offsets())
-        state = self._records(handle)
-        tokens = handle.arrays["tokens"]
-        state.recv_range = (address(tokens), address(tokens) + tokens.nbytes)
-        return state
+        if "expert_offsets" in handle.arrays:
+            handle.arrays["expert_offsets"][...] = self._group.world.backend.asarray(self._expert_offsets())
+        return self._records(handle)
 
     def detach(self, handle: Handle) -> None:
         handle.state = None
@@ -65,11 +77,19 @@ class LowLatency:
         self._dispatch.refuse(self._refusal.dispatch, stream)
 
     def prepare_dispatch(self, handle: Handle, out: View | None) -> None:
-        """Nothing to reserve."""
+        """Choose where rows go."""
+        record, tokens = handle.state.dispatch, handle.arrays["tokens"]
+        if out is None:
+            begin, row_stride = address(tokens), self._group.cfg.row_bytes
+        else:
+            _check_rows(out, "out", tokens.shape, self._group.cfg.dtype)
+            begin, row_stride = out.address, out.strides[1]
+        record["tokens"], record["tokens_stride"] = begin, row_stride
+        handle.state.recv_range = (begin, begin + tokens.shape[0] * tokens.shape[1] * row_stride)
 
     def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream, *, send_only: bool) -> int:
         record = handle.state.dispatch
-        idx, weights = handle.topk_idx, handle.topk_weights
+        idx, weights, count = handle.topk_idx, handle.topk_weights, handle.count
         if idx is not None:  # a new routing: the kernel reads the caller's arrays and keeps a copy
             record["topk_idx"] = idx.address
             record["is_int64"] = idx.dtype == "int64"
@@ -77,67 +97,133 @@ class LowLatency:
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
         record["num_tokens"] = handle.num_tokens
-        ticket = self._dispatch.launch(record, stream, handle.arrays, x, idx, weights)
+        record["is_send"], record["is_receive"] = True, not send_only
+        _set_count(record, handle, count)
+        ticket = self._dispatch.launch(record, stream, handle.arrays, x, out, idx, weights, count)
         if idx is not None and not stream.is_capturing():  # the copy serves the dispatches that follow
             record["topk_idx"] = address(handle.arrays["ids"])
             record["is_int64"] = False
-            handle.topk_idx = handle.topk_weights = None
+            record["topk_weights"] = address(handle.arrays["weights"])
+            handle.topk_idx = handle.topk_weights = handle.count = None
         return ticket
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
-        group, cfg = self._group, self._group.cfg
-        shape = (group.num_local_experts, group.num_ranks * cfg.max_tokens_per_rank, cfg.hidden)
-        if expert_out.dtype != cfg.dtype:
-            raise ArgumentTypeError(f"expert_out has dtype {expert_out.dtype}, allowed: {cfg.dtype}")
-        if expert_out.shape != shape:
-            raise ArgumentError(f"expert_out has shape {list(expert_out.shape)}, allowed: {list(shape)}")
-        if not expert_out.is_contiguous or expert_out.address % 16:
-            raise ArgumentError(
-                f"expert_out must be C-contiguous and 16-byte aligned, got strides {expert_out.strides} bytes"
-            )
+        cfg = self._group.cfg
+        shape = layout.combine_shape(cfg, self._group.num_ranks)
+        _check_rows(expert_out, "expert_out", shape, str(cfg.combine_dtype))
+
+    def row_weight_grads_shape(self, handle: Handle) -> tuple[int | None, ...]:
+        cfg = self._group.cfg
+        zones, rows, _ = layout.combine_shape(cfg, self._group.num_ranks)
+        return (zones, rows, cfg.num_topk) if cfg.layout == "rank_major" else (zones, rows)
 
     def combine(self, handle: Handle, call: CombineCall, stream: Stream, *, send_only: bool) -> int:
         record = handle.state.combine
-        expert_out = call.expert_out
-        record["expert_out"] = expert_out.address
+        own_weights = address(handle.arrays["weights"]) if call.is_weighted else 0
+        grads = call.row_weight_grads
+        record["expert_out"] = call.expert_out.address
+        record["expert_out_stride"] = call.expert_out.strides[1]
+        record["y"] = call.y.address
+        record["y_stride"] = call.y.strides[0]
         record["num_tokens"] = handle.num_tokens
-        return self._combine.launch(record, stream, handle.arrays, expert_out)
+        record["is_send"], record["is_receive"] = True, not send_only
+        _set_count(record, handle, None)
+        _fill(
+            record,
+            weights=own_weights if call.weights is None else call.weights.address,  # "per_rank": those of dispatch
+            is_weighted=call.is_weighted,
+            bias=_both([bias.address for bias in call.bias]),
+            bias_stride=_both([bias.strides[0] for bias in call.bias]),
+            row_weight_grads=0 if grads is None else grads.address,
+            weight_grads=0 if grads is None else address(handle.arrays["weight_grads"]),
+        )
+        return self._combine.launch(record, stream, handle.arrays, *call.objects())
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
         self._combine.refuse(handle.state.combine, stream, handle.arrays)
 
-    def row_weight_grads_shape(self, handle: Handle) -> tuple[int | None, ...]:
-        cfg = self._group.cfg
-        rows = self._group.num_ranks * cfg.max_tokens_per_rank
-        if cfg.layout == "rank_major":
-            return self._group.num_ranks, cfg.max_tokens_per_rank, cfg.num_topk
-        return self._group.num_local_experts, rows
-
     def complete(self, handle: Handle, stream: Stream, sent: Any) -> int:
-        raise NotImplementedError
+        """The receive phase of the handle's pending operation, with the Params of its send."""
+        is_dispatch = handle.pending == "dispatch"
+        kernel = self._dispatch if is_dispatch else self._combine
+        record = handle.state.dispatch if is_dispatch else handle.state.combine
+        record["is_send"], record["is_receive"] = False, True
+        _set_count(record, handle, None)
+        return kernel.launch(record, stream, handle.arrays, sent)
 
     def received(self, handle: Handle) -> dict[str, Array]:
-        names = ("tokens", "expert_counts", "expert_offsets", "src_rank_counts", "source", "total")
-        return {name: handle.arrays[name] for name in names}
+        fields = {name: handle.arrays[name] for name in _RECEIVED if name in handle.arrays}
+        if self._group.cfg.layout == "rank_major":
+            fields["topk_idx"] = handle.arrays["recv_topk_idx"]
+            if handle.has_weights:
+                fields["topk_weights"] = handle.arrays["recv_topk_weights"]
+        return fields
 
     def _records(self, handle: Handle | None) -> HandleState:
         """Params for a handle, or (None) for refusing a call that has no handle."""
-        group = self._group
-        own = group.handle_values(handle)
-        shared = {"max_tokens": group.cfg.max_tokens_per_rank, "num_banks": group.cfg.num_buffers}
+        group, cfg = self._group, self._group.cfg
+        own = dict.fromkeys(_OF_SOME_FORMS, 0) | group.handle_values(handle)
+        own |= {"max_tokens": cfg.max_tokens_per_rank, "num_banks": cfg.num_buffers}
+        own |= {"is_global_ids": cfg.expert_ids == "global", "tokens_stride": cfg.row_bytes}
         offsets = group.arena.offsets
-        dispatch = own | shared | {f"{name}_offset": offsets[f"dispatch_{name}"] for name in _DISPATCH_REGIONS}
-        combine = own | shared | {f"{name}_offset": offsets[f"combine_{name}"] for name in _COMBINE_REGIONS}
+        dispatch = own | {f"{name}_offset": offsets.get(f"dispatch_{name}", 0) for name in _DISPATCH_REGIONS}
+        combine = own | {f"{name}_offset": offsets[f"combine_{name}"] for name in _COMBINE_REGIONS}
         is_complete = handle is not None
         return HandleState(
             self._dispatch.record(dispatch, is_complete=is_complete),
             self._combine.record(combine, is_complete=is_complete),
         )
 
+    def _tunables(self, row_bytes: int) -> dict[str, int]:
+        on_cpu = self._group.world.backend.name == "cpu"
+        return {} if on_cpu else {"kNumThreads": threads_for(row_bytes // 16)}
+
     def _expert_offsets(self) -> Any:
         group = self._group
         rows = group.num_ranks * group.cfg.max_tokens_per_rank
         return (np.arange(group.num_local_experts + 1) * rows).astype(np.int32)
+
+
+def _check_rows(view: View, name: str, shape: tuple[int, ...], dtype: str) -> None:
+    """[zones, rows, H] with one stride for all rows, each contiguous and 16-byte aligned."""
+    if view.dtype != dtype:
+        raise ArgumentTypeError(f"{name} has dtype {view.dtype}, allowed: {dtype}")
+    if view.shape != shape:
+        raise ArgumentError(f"{name} has shape {list(view.shape)}, allowed: {list(shape)}")
+    zone_stride, row_stride, elem_stride = view.strides
+    elem_bytes = layout.dtype_of(dtype).itemsize
+    is_even = shape[0] == 1 or zone_stride == shape[1] * row_stride
+    is_row = elem_stride == elem_bytes and row_stride >= shape[2] * elem_bytes
+    if not (is_even and is_row) or view.address % 16 or row_stride % 16:
+        raise ArgumentError(
+            f"{name} must have one stride for all rows, each contiguous and 16-byte aligned; "
+            f"got strides {view.strides} bytes"
+        )
+
+
+def _set_count(record: Record, handle: Handle, callers: View | None) -> None:
+    """Where the kernel finds the number of tokens: the caller's scalar, what dispatch made of it, or in num_tokens."""
+    if callers is not None:
+        at = callers.address
+    else:
+        at = address(handle.arrays["state"]) + _COUNT_IN_STATE if handle.has_device_count else 0
+    record["num_tokens_at"] = at
+    record["is_count_int64"] = callers is not None and callers.dtype == "int64"
+
+
+def _both(values: list[int]) -> list[int]:
+    """Of the two biases; 0 where there is none."""
+    return values + [0] * (2 - len(values))
+
+
+def _fill(record: Record, **values: Any) -> None:
+    """Set what this variant's kernel has."""
+    names = record.dtype.names or ()
+    for name, value in values.items():
+        if name in names:
+            record[name] = value
+        elif name in _NEEDED and np.any(value):
+            raise ArgumentError(f"combine: {name} is not supported by this variant of the kernel")

@@ -1,6 +1,7 @@
 // Low-latency combine, exact. Every expert row goes home to its own place [token, k] at the token's owner, with one
 // flag per (token, rank); the owner waits for the ranks of one token at a time, adds weight * row in order of k in fp32
 // and rounds once. So the result is the same bits on every run. Cost: one row over the link per (token, expert).
+// serves: layout=expert_major reduce=exact
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/convert.cuh>
@@ -14,66 +15,54 @@ using elem_t = cuep::bf16_t;
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
+#include <cuep/ll_combine.cuh>
 
 using namespace cuep;
 
 struct Params {
-    uint8_t* arena[kNumRanks];  // symmetric memory of every rank; offsets below are bytes into it
-    int64_t rows_offset;        // [num_banks, max_tokens, kNumTopk] rows
-    int64_t flags_offset;       // uint64 [num_banks, kNumRanks, max_tokens]: epoch
-    int64_t totals_offset;      // uint64 [num_banks, kNumRanks]: epoch, tokens answered or kRefused
-    int64_t done_offset;        // uint64 [kNumRanks]: epoch that this peer has read
-    const uint8_t* expert_out;  // [local experts, kNumRanks * max_tokens] rows, as dispatch gave them
-    const int32_t* ids;         // [max_tokens, kNumTopk] routing of this rank's tokens
-    const float* weights;       // [max_tokens, kNumTopk]
-    const int32_t* own_slot;    // [max_tokens]
-    const int32_t* num_rows;    // [kNumRanks]
-    const int32_t* token_idx;   // [kNumRanks, max_tokens]
-    const int32_t* row_idx;     // [kNumRanks, max_tokens, kNumTopk]
-    uint8_t* y;                 // [num_tokens] rows
+    uint8_t* arena[kNumRanks];         // symmetric memory of every rank; offsets below are bytes into it
+    int64_t rows_offset;               // [num_banks, max_tokens, kNumTopk] rows
+    int64_t flags_offset;              // uint64 [num_banks, kNumRanks, max_tokens]: epoch
+    int64_t totals_offset;             // uint64 [num_banks, kNumRanks]: epoch, tokens answered | kHasGrads, or kRefused
+    int64_t done_offset;               // uint64 [num_banks, kNumRanks]: epoch that this peer has read
+    int64_t grads_offset;              // float [num_banks, max_tokens, kNumTopk]
+    const uint8_t* expert_out;         // [local experts, kNumRanks * max_tokens] rows, as dispatch gave them
+    int64_t expert_out_stride;         // bytes between rows
+    const int32_t* ids;                // [max_tokens, kNumTopk] routing of this rank's tokens
+    const float* weights;              // [num_tokens, kNumTopk], null for ones
+    const int32_t* own_slot;           // [max_tokens]
+    const int32_t* num_rows;           // [kNumRanks]
+    const int32_t* token_idx;          // [kNumRanks, max_tokens]
+    const int32_t* row_idx;            // [kNumRanks, max_tokens, kNumTopk]
+    const uint32_t* row_weight_grads;  // float bits [local experts, kNumRanks * max_tokens], or null
+    uint32_t* weight_grads;            // [num_tokens, kNumTopk], or null
+    uint8_t* y;                        // [num_tokens] rows, y_stride bytes apart
+    int64_t y_stride;
+    const uint8_t* bias[2];  // each [num_tokens] rows that are added to y, or null
+    int64_t bias_stride[2];
     HandleState* state;
     Control* control;
     Report* report;
     int64_t timeout_ns;
+    const uint8_t* num_tokens_at;  // int32 or int64, null: num_tokens counts
     int32_t num_tokens;
     int32_t max_tokens;
     int32_t rank;
     int32_t num_banks;  // a power of two
     uint32_t handle;
     uint32_t ticket;
+    bool is_count_int64;
+    bool is_send;  // phases of this launch: both are a whole operation
+    bool is_receive;
     bool is_refused;  // publish kRefused instead of sending
 };
 
-constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
-constexpr int kNumPeers = kNumRanks - 1;
-constexpr int kRowVecs = kRowBytes / 16;
-constexpr int kVecsPerThread = (kRowVecs + kNumThreads - 1) / kNumThreads;
-constexpr int kRowsInFlight = kNumTopk < 4 ? kNumTopk : 4;   // rows that a thread loads before it stores the first
-constexpr int kTermsInFlight = kNumTopk < 8 ? kNumTopk : 8;  // terms of a sum that a thread loads before it adds
-constexpr int kElemsPerVec = kPerVec<elem_t>;
-static_assert(kNumThreads >= kNumRanks && kNumThreads >= kNumTopk, "one thread for each rank, and for each k");
+constexpr int kRowsInFlight = kNumTopk < 4 ? kNumTopk : 4;  // rows that a thread loads before it stores the first
 CUEP_LAUNCH(kNumThreads, 0)
 
 CUEP_DEVICE uint4* home_row(const Params& p, int dst, int bank, int64_t token, int k) {
     const int64_t at = (static_cast<int64_t>(bank) * p.max_tokens + token) * kNumTopk + k;
     return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kRowBytes);
-}
-
-CUEP_DEVICE uint64_t* flag_of(const Params& p, int dst, int bank, int src, int64_t token) {
-    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.flags_offset) +
-           (static_cast<int64_t>(bank) * kNumRanks + src) * p.max_tokens + token;
-}
-
-CUEP_DEVICE uint64_t* total_of(const Params& p, int dst, int bank, int src) {
-    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.totals_offset) + bank * kNumRanks + src;
-}
-
-CUEP_DEVICE uint64_t* done_of(const Params& p, int dst, int reader) {
-    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.done_offset) + reader;
-}
-
-CUEP_DEVICE const uint4* expert_row(const Params& p, int32_t row) {
-    return reinterpret_cast<const uint4*>(p.expert_out + static_cast<int64_t>(row) * kRowBytes);
 }
 
 // Sends home the rows of one received token, from all its experts here.
@@ -108,37 +97,36 @@ CUEP_DEVICE void send_answer(const Params& p, const Operation& op, int bank, int
             }
         }
     }
+    if (p.row_weight_grads != nullptr && threadIdx.x < kNumTopk) {
+        send_grad(p, src, bank, token, p.row_idx[at * kNumTopk + threadIdx.x]);
+    }
     __syncthreads();
-    if (threadIdx.x == 0) st_release_sys(flag_of(p, src, bank, p.rank, token), tagged(op, 0));  // pairs with sum_token
+    if (threadIdx.x == 0) st_release_sys(flag_of(p, src, bank, p.rank, token), tagged(op, 0));  // pairs with wait_ranks
 }
 
 // y[t]: waits for the ranks that answer token t, then adds in order of k. False: gave up.
 CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t) {
     const int tid = threadIdx.x;
-    const int own_slot = p.own_slot[t];
+    const int64_t own_at = (static_cast<int64_t>(p.rank) * p.max_tokens + p.own_slot[t]) * kNumTopk;
     int32_t ids[kNumTopk];
     float weights[kNumTopk];
     uint32_t rank_mask = 0;
 #pragma unroll
     for (int k = 0; k < kNumTopk; k++) {
         ids[k] = p.ids[t * kNumTopk + k];
-        weights[k] = p.weights[t * kNumTopk + k];
+        weights[k] = p.weights == nullptr ? 1.0f : p.weights[t * kNumTopk + k];
         if (ids[k] >= 0) rank_mask |= 1u << (ids[k] / kNumLocalExperts);
     }
     const uint4* terms[kNumTopk];
 #pragma unroll
     for (int k = 0; k < kNumTopk; k++) {
         const bool is_own = ids[k] >= 0 && ids[k] / kNumLocalExperts == p.rank;
-        const int64_t at = static_cast<int64_t>(p.rank) * p.max_tokens + own_slot;
-        terms[k] = is_own ? expert_row(p, p.row_idx[at * kNumTopk + k]) : home_row(p, p.rank, bank, t, k);
+        terms[k] = is_own ? expert_row(p, p.row_idx[own_at + k]) : home_row(p, p.rank, bank, t, k);
     }
-    bool is_ok = true;
-    if (tid < kNumRanks && tid != p.rank && (rank_mask >> tid & 1u)) {
-        uint32_t unused = 0;
-        is_ok = wait_flag(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);
+    if (!wait_ranks(p, op, bank, t, rank_mask)) return false;
+    if (p.weight_grads != nullptr && tid < kNumTopk) {
+        take_grad(p, bank, t, rank_mask >> p.rank & 1u ? p.row_idx[own_at + tid] : -1);
     }
-    if (block_any(!is_ok)) return false;
-    uint4* y = reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(t) * kRowBytes);
     for (int vec = tid; vec < kRowVecs; vec += kNumThreads) {
         float sum[kElemsPerVec];
 #pragma unroll
@@ -152,15 +140,10 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
             }
 #pragma unroll
             for (int i = 0; i < kTermsInFlight; i++) {
-                if (first + i >= kNumTopk || ids[first + i] < 0) continue;
-                float term[kElemsPerVec];
-                unpack<elem_t>(v[i], term);
-#pragma unroll
-                for (int c = 0; c < kElemsPerVec; c++)
-                    sum[c] = __fadd_rn(sum[c], __fmul_rn(weights[first + i], term[c]));
+                if (first + i < kNumTopk && ids[first + i] >= 0) add_weighted(sum, weights[first + i], v[i]);
             }
         }
-        store_16(y + vec, pack<elem_t>(sum));
+        write_sum(p, t, vec, sum);
     }
     return true;
 }
@@ -168,59 +151,32 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ll_combine_direct(const __grid_constant__ Params p) {
     __shared__ uint32_t totals[kNumRanks];
-    const int tid = threadIdx.x;
     const bool is_off_handle = p.state->refused != 0;  // asked early, used late: loads run beside one another
-    int most = 0;                                      // rows of the peer that is sent most
-    for (int r = 0; r < kNumRanks; r++) {
-        if (r != p.rank && !p.is_refused) most = max(most, p.num_rows[r]);
-    }
-    const Operation op = begin_operation(p, Op::kCombine);
-    const int bank = static_cast<int>(op.epoch) & (p.num_banks - 1);
+    const int most = most_received(p);
+    const Operation op = begin_phase(p, Op::kCombine);
+    const int bank = bank_of(p, op);
 
     if (is_skipped(p, is_off_handle)) return;
 
     // the bank must have been read by every peer before it is written again
     const bool is_off = is_stopped(op);
-    bool is_ok = true;
-    if (tid < kNumRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), p.num_banks, tid);
-    if (block_any(!is_ok || is_off)) return stop(op);
+    if (must_stop(p, op, bank, is_off)) return stop(op);
 
     // send all that this block owes before it waits for rows
-    if (blockIdx.x == gridDim.x - 1 && tid < kNumRanks) {  // pairs with the wait for totals below
-        const uint32_t total = p.is_refused ? kRefused : static_cast<uint32_t>(p.num_rows[tid]);
-        st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
-    }
-    if constexpr (kNumPeers > 0) {
-        for (int u = blockIdx.x; u < most * kNumPeers; u += gridDim.x) {
-            const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
-            if (slot < p.num_rows[src]) send_answer(p, op, bank, src, slot);
-        }
+    if (p.is_send) {
+        if (blockIdx.x == gridDim.x - 1) publish_totals(p, op, bank);
+        send_answers(p, most, [&](int src, int slot) { send_answer(p, op, bank, src, slot); });
     }
 
-    // every rank says how much it sends, or that it refused
-    if (tid < kNumRanks) {
-        uint32_t total = 0;
-        is_ok = wait_word(op, total_of(p, p.rank, bank, tid), tid, total);
-        totals[tid] = total;
-    }
-    if (block_any(!is_ok)) return;
-    int refused_by = p.is_refused ? p.rank : -1;
-    for (int r = 0; r < kNumRanks; r++) {
-        if (refused_by < 0 && totals[r] == kRefused) refused_by = r;
-    }
-
-    // sum, token by token as they arrive
-    if (refused_by < 0) {
-        for (int t = blockIdx.x; t < p.num_tokens; t += gridDim.x) {
+    // every rank says how much it sends, or that it refused; then the sums, token by token as they arrive
+    Verdict verdict{-1, Cause::kCall};
+    if (p.is_receive) {
+        if (!wait_totals(p, op, bank, totals)) return;
+        verdict = verdict_of(p, totals);
+        const int num_tokens = verdict.refused_by < 0 ? tokens_of(p) : 0;
+        for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
             if (!sum_token(p, op, bank, t)) return;
         }
     }
-
-    // done: peers may write this bank again (pairs with wait_bank_free)
-    if (!is_last_block(op)) return;
-    if (tid < kNumRanks && tid != p.rank) st_release_sys(done_of(p, tid, p.rank), tagged(op, 0));
-    if (tid == 0) {
-        if (refused_by >= 0) mark_refused(p, Op::kCombine, refused_by, Cause::kCall);
-        end_operation(op);
-    }
+    end_combine(p, op, bank, verdict);
 }

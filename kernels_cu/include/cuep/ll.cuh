@@ -1,0 +1,110 @@
+// What the low-latency kernels share: where the words and slots of a bank lie, the phases of an operation, and what the
+// ranks tell each other first. Made of the kernel's constants: include it behind them.
+//
+// An operation has two phases, which one kernel runs or two: a send phase takes the epoch, a receive phase ends it.
+// They may lie far apart, with other operations between them, so everything that a bank needs is kept per bank.
+#pragma once
+#include <cuep/base.cuh>
+#include <cuep/sync.cuh>
+#include <cuep/operation.cuh>
+
+namespace cuep {
+
+constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
+constexpr int kNumPeers = kNumRanks - 1;
+constexpr int kRowVecs = kRowBytes / 16;
+constexpr int kVecsPerThread = (kRowVecs + kNumThreads - 1) / kNumThreads;
+static_assert(kNumThreads >= kNumRanks && kNumThreads >= kNumTopk, "one thread for each rank, and for each k");
+
+// The operation of this kernel: a new one if it sends, else the one that the handle's send began.
+template <class Params>
+CUEP_DEVICE Operation begin_phase(const Params& p, Op op) {
+    return p.is_send ? begin_operation(p, op) : resume_operation(p, op);
+}
+
+template <class Params>
+CUEP_DEVICE int bank_of(const Params& p, const Operation& op) {
+    return static_cast<int>(op.epoch) & (p.num_banks - 1);
+}
+
+// Place of a slot, or of a token, in [num_banks, kNumRanks, max_tokens].
+template <class Params>
+CUEP_DEVICE int64_t slot_at(const Params& p, int bank, int src, int64_t slot) {
+    return (static_cast<int64_t>(bank) * kNumRanks + src) * p.max_tokens + slot;
+}
+
+template <class Params>
+CUEP_DEVICE uint64_t* flag_of(const Params& p, int dst, int bank, int src, int64_t slot) {
+    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.flags_offset) + slot_at(p, bank, src, slot);
+}
+
+template <class Params>
+CUEP_DEVICE uint64_t* total_of(const Params& p, int dst, int bank, int src) {
+    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.totals_offset) + bank * kNumRanks + src;
+}
+
+template <class Params>
+CUEP_DEVICE uint64_t* done_of(const Params& p, int dst, int bank, int reader) {
+    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.done_offset) + bank * kNumRanks + reader;
+}
+
+// Row of a slot in dst's arena, [num_banks, kNumPeers, max_tokens]: a rank has no slots for its own rows.
+template <class Params>
+CUEP_DEVICE uint4* staged_row(const Params& p, int dst, int bank, int src, int64_t slot) {
+    const int peer = (src - dst - 1 + kNumRanks) % kNumRanks;
+    const int64_t at = (static_cast<int64_t>(bank) * kNumPeers + peer) * p.max_tokens + slot;
+    return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kRowBytes);
+}
+
+// Before a send: every peer must have read what was last in the bank. True for all threads: this kernel is to stop.
+template <class Params>
+CUEP_DEVICE bool must_stop(const Params& p, const Operation& op, int bank, bool is_off) {
+    const int tid = threadIdx.x;
+    bool is_ok = true;
+    if (p.is_send && tid < kNumRanks && tid != p.rank) {
+        is_ok = wait_bank_free(op, done_of(p, p.rank, bank, tid), p.num_banks, tid);
+    }
+    return block_any(!is_ok || is_off);
+}
+
+// What every rank says of its part, into shared memory: how much it sends, or kRefused. False: gave up.
+template <class Params>
+CUEP_DEVICE bool wait_totals(const Params& p, const Operation& op, int bank, uint32_t (&totals)[kNumRanks]) {
+    const int tid = threadIdx.x;
+    bool is_ok = true;
+    if (tid < kNumRanks) is_ok = wait_word(op, total_of(p, p.rank, bank, tid), tid, totals[tid]);
+    return !block_any(!is_ok);
+}
+
+// The rank that refused its part, this one if it did, or -1.
+template <class Params>
+CUEP_DEVICE int refusing_rank(const Params& p, const uint32_t (&totals)[kNumRanks]) {
+    if (p.is_refused) return p.rank;
+    for (int r = 0; r < kNumRanks; r++) {
+        if (totals[r] == kRefused) return r;
+    }
+    return -1;
+}
+
+// The last block, when the bank has been read: peers may write it again (pairs with wait_bank_free).
+template <class Params>
+CUEP_DEVICE void publish_done(const Params& p, const Operation& op, int bank) {
+    const int tid = threadIdx.x;
+    if (p.is_receive && tid < kNumRanks && tid != p.rank) {
+        st_release_sys(done_of(p, tid, bank, p.rank), tagged(op, 0));
+    }
+}
+
+// One thread of the last block.
+template <class Params>
+CUEP_DEVICE void end_phase(const Params& p, const Operation& op) {
+    if (!p.is_send) {
+        end_kernel(op);
+    } else if (!p.is_receive) {
+        end_send(p, op);
+    } else {
+        end_operation(op);
+    }
+}
+
+}  // namespace cuep

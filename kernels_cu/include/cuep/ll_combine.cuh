@@ -1,0 +1,138 @@
+// What the low-latency combine kernels share: what the ranks agree on, what is added to a sum, and gradients of
+// weights, which come home beside the rows. Made of the kernel's constants: include it behind them.
+#pragma once
+#include <cuep/convert.cuh>
+#include <cuep/ll.cuh>
+
+namespace cuep {
+
+constexpr int kElemsPerVec = kPerVec<elem_t>;
+constexpr int kTermsInFlight = kNumTopk < 8 ? kNumTopk : 8;  // terms of a sum that a thread loads before it adds
+constexpr uint32_t kHasGrads = 1u << 30;                     // in a total: this rank's call has row_weight_grads
+
+template <class Params>
+CUEP_DEVICE const uint4* expert_row(const Params& p, int64_t row) {
+    return reinterpret_cast<const uint4*>(p.expert_out + row * p.expert_out_stride);
+}
+
+// How much this rank sends to each, or that it refused; by one block (pairs with wait_totals).
+template <class Params>
+CUEP_DEVICE void publish_totals(const Params& p, const Operation& op, int bank) {
+    const int tid = threadIdx.x;
+    if (tid >= kNumRanks) return;
+    const uint32_t grads = p.row_weight_grads == nullptr ? 0 : kHasGrads;
+    const uint32_t total = p.is_refused ? kRefused : static_cast<uint32_t>(p.num_rows[tid]) | grads;
+    st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
+}
+
+// Who refused, or -1. If only some ranks have gradients, each refuses its own part.
+struct Verdict {
+    int refused_by;
+    Cause cause;
+};
+
+template <class Params>
+CUEP_DEVICE Verdict verdict_of(const Params& p, const uint32_t (&totals)[kNumRanks]) {
+    const int refused_by = refusing_rank(p, totals);
+    if (refused_by >= 0) return {refused_by, Cause::kCall};
+    uint32_t differs = 0;
+    for (int r = 0; r < kNumRanks; r++) differs |= (totals[r] ^ totals[0]) & kHasGrads;
+    return {differs == 0 ? -1 : p.rank, Cause::kGradsDiffer};
+}
+
+// Rows that this rank received from the peer that sent most.
+template <class Params>
+CUEP_DEVICE int most_received(const Params& p) {
+    int most = 0;
+    for (int r = 0; r < kNumRanks; r++) {
+        if (r != p.rank && !p.is_refused && p.is_send) most = max(most, p.num_rows[r]);
+    }
+    return most;
+}
+
+// All received rows of peers: send(src, slot).
+template <class Params, class Send>
+CUEP_DEVICE void send_answers(const Params& p, int most, Send send) {
+    if constexpr (kNumPeers > 0) {
+        for (int u = blockIdx.x; u < most * kNumPeers; u += gridDim.x) {
+            const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
+            if (slot < p.num_rows[src]) send(src, slot);
+        }
+    }
+}
+
+// Bits of the gradient of weight [token, k] in dst's arena, [num_banks, max_tokens, kNumTopk].
+template <class Params>
+CUEP_DEVICE uint32_t* grad_of(const Params& p, int dst, int bank, int64_t token, int k) {
+    const int64_t at = (static_cast<int64_t>(bank) * p.max_tokens + token) * kNumTopk + k;
+    return reinterpret_cast<uint32_t*>(p.arena[dst] + p.grads_offset) + at;
+}
+
+// Before the token's flag is released. row: of this thread's k among row_weight_grads, -1 if k is not served here.
+template <class Params>
+CUEP_DEVICE void send_grad(const Params& p, int src, int bank, int64_t token, int64_t row) {
+    if (row >= 0) *grad_of(p, src, bank, token, threadIdx.x) = p.row_weight_grads[row];
+}
+
+// weight_grads[t, k] of this thread's k, when the token's flags have been acquired. own_row: as in send_grad.
+template <class Params>
+CUEP_DEVICE void take_grad(const Params& p, int bank, int64_t t, int64_t own_row) {
+    const int64_t at = t * kNumTopk + threadIdx.x;
+    uint32_t bits = 0;
+    if (own_row >= 0) {
+        bits = p.row_weight_grads[own_row];
+    } else if (p.ids[at] >= 0) {
+        bits = ld_relaxed_sys(grad_of(p, p.rank, bank, t, threadIdx.x));
+    }
+    p.weight_grads[at] = bits;
+}
+
+// Waits for the flags of token t of the ranks in rank_mask, but for this one. False: gave up.
+template <class Params>
+CUEP_DEVICE bool wait_ranks(const Params& p, const Operation& op, int bank, int t, uint32_t rank_mask) {
+    const int tid = threadIdx.x;
+    bool is_ok = true;
+    if (tid < kNumRanks && tid != p.rank && (rank_mask >> tid & 1u)) {
+        uint32_t unused = 0;
+        is_ok = wait_flag(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);
+    }
+    return !block_any(!is_ok);
+}
+
+// Adds weight * the vector's elements.
+CUEP_DEVICE void add_weighted(float (&sum)[kElemsPerVec], float weight, uint4 vec) {
+    float term[kElemsPerVec];
+    unpack<elem_t>(vec, term);
+#pragma unroll
+    for (int c = 0; c < kElemsPerVec; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(weight, term[c]));
+}
+
+CUEP_DEVICE void add(float (&sum)[kElemsPerVec], uint4 vec) {
+    float term[kElemsPerVec];
+    unpack<elem_t>(vec, term);
+#pragma unroll
+    for (int c = 0; c < kElemsPerVec; c++) sum[c] = __fadd_rn(sum[c], term[c]);
+}
+
+// Adds what is to be added to a finished sum, rounds once and writes.
+template <class Params>
+CUEP_DEVICE void write_sum(const Params& p, int64_t t, int vec, float (&sum)[kElemsPerVec]) {
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+        if (p.bias[b] == nullptr) continue;
+        add(sum, load_streaming(reinterpret_cast<const uint4*>(p.bias[b] + t * p.bias_stride[b]) + vec));
+    }
+    store_16(reinterpret_cast<uint4*>(p.y + t * p.y_stride) + vec, pack<elem_t>(sum));
+}
+
+// What all blocks of a combine do at the end, when `verdict` is known (receive phase) or nobody refused (send phase).
+template <class Params>
+CUEP_DEVICE void end_combine(const Params& p, const Operation& op, int bank, const Verdict& verdict) {
+    if (!is_last_block(op)) return;
+    publish_done(p, op, bank);
+    if (threadIdx.x != 0) return;
+    if (verdict.refused_by >= 0) mark_refused(p, Op::kCombine, verdict.refused_by, verdict.cause);
+    end_phase(p, op);
+}
+
+}  // namespace cuep

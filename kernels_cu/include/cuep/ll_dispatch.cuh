@@ -1,0 +1,208 @@
+// What the low-latency dispatch kernels share: a token on its way out, its places among this rank's rows, the counts,
+// and the slots that carry a row to a peer. Made of the kernel's constants: include it behind them.
+#pragma once
+#include <cuep/ll.cuh>
+#include <cuep/topk.cuh>
+
+namespace cuep {
+
+// A token on its way out: its row in registers, and where it goes.
+struct Token {
+    uint4 row[kVecsPerThread];  // this thread's pieces
+    int32_t experts[kNumTopk];
+    uint32_t rank_mask;
+    float weight;  // of k = threadIdx.x
+};
+
+// Of the token being sent, in shared memory.
+struct Outgoing {
+    int32_t expert[kNumTopk];
+    float weight[kNumTopk];
+    int32_t slot[kNumRanks];  // among this rank's rows to each rank
+};
+
+// How many rows go where, in shared memory.
+struct Counts {
+    int32_t experts[kNumExperts];  // sender: rows of each expert; receiver: its own use
+    int32_t ranks[kNumRanks];      // sender: rows to each rank
+    uint32_t totals[kNumRanks];    // receiver: slots used by each source, or kRefused
+};
+
+// Rows of each local expert, from one source.
+template <class Params>
+CUEP_DEVICE uint64_t* counts_of(const Params& p, int dst, int bank, int src) {
+    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.counts_offset) + (bank * kNumRanks + src) * kNumLocalExperts;
+}
+
+template <class Params>
+CUEP_DEVICE int2* header_of(const Params& p, int dst, int bank, int src, int64_t slot) {
+    return reinterpret_cast<int2*>(p.arena[dst] + p.headers_offset) + slot_at(p, bank, src, slot) * kNumTopk;
+}
+
+// Whether the caller's routing is read, not the handle's copy of it.
+template <class Params>
+CUEP_DEVICE bool is_new_routing(const Params& p) {
+    return p.topk_idx != reinterpret_cast<const uint8_t*>(p.ids);
+}
+
+// How many rows every expert gets from this rank, and every rank; zero tokens and refused calls publish too.
+// most_per_expert: rows that a rank may send to one expert; only ids that name an expert twice can need more.
+template <class Params>
+CUEP_DEVICE void publish_counts(
+    const Params& p, const Operation& op, int bank, int count, int most_per_expert, Counts& counts) {
+    const int tid = threadIdx.x;
+    for (int e = tid; e < kNumExperts; e += kNumThreads) counts.experts[e] = 0;
+    if (tid < kNumRanks) counts.ranks[tid] = 0;
+    __syncthreads();
+    for (int first = 0; first < count; first += kNumThreads) {
+        const int t = first + tid;
+        uint32_t rank_mask = 0;
+        if (t < count) {
+            int32_t experts[kNumTopk];
+            const uint32_t num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, experts);
+            if (num_bad != 0) atom_add_relaxed_sys(&p.report->num_bad_ids, num_bad);
+#pragma unroll
+            for (int k = 0; k < kNumTopk; k++) {
+                if (experts[k] >= 0) atomicAdd(&counts.experts[experts[k]], 1);
+            }
+            rank_mask = ranks_of<kNumLocalExperts>(experts);
+        }
+        count_ranks<kNumRanks>(rank_mask, counts.ranks);
+    }
+    __syncthreads();
+    bool is_over = false;
+    for (int e = tid; e < kNumExperts; e += kNumThreads) is_over |= counts.experts[e] > most_per_expert;
+    is_over = block_any(is_over);
+    for (int e = tid; e < kNumExperts; e += kNumThreads) {  // pairs with wait_count
+        uint64_t* words = counts_of(p, e / kNumLocalExperts, bank, p.rank);
+        st_relaxed_sys(words + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(counts.experts[e])));
+    }
+    if (tid < kNumRanks) {  // pairs with wait_totals; last, since who sees it asks for the counts next
+        const bool is_refused = p.is_refused || is_over || count == kBadTokenCount;
+        const uint32_t total = is_refused ? kRefused : static_cast<uint32_t>(counts.ranks[tid]);
+        st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
+    }
+    if (tid == 0 && p.num_tokens_at != nullptr && is_new_routing(p)) p.state->num_tokens = count;
+    __syncthreads();
+}
+
+template <class Params>
+CUEP_DEVICE bool wait_count(const Params& p, const Operation& op, int bank, int src, int local_expert, int32_t& count) {
+    uint32_t value = 0;
+    const bool is_ok = wait_word(op, counts_of(p, p.rank, bank, src) + local_expert, src, value);
+    count = static_cast<int32_t>(value);
+    return is_ok;
+}
+
+template <class Params>
+CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
+    token.weight = 1.0f;
+    if (threadIdx.x < kNumTopk && p.topk_weights != nullptr) {
+        token.weight = p.topk_weights[static_cast<int64_t>(t) * kNumTopk + threadIdx.x];
+    }
+    const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
+#pragma unroll
+    for (int j = 0; j < kVecsPerThread; j++) {
+        const int vec = threadIdx.x + j * kNumThreads;
+        if (vec < kRowVecs) token.row[j] = load_streaming(row + vec);
+    }
+    load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, token.experts);
+    token.rank_mask = ranks_of<kNumLocalExperts>(token.experts);
+}
+
+// Before count_before: what is known of the token alone.
+CUEP_DEVICE void begin_outgoing(const Token& token, Outgoing& out) {
+    const int tid = threadIdx.x;
+#pragma unroll
+    for (int k = 0; k < kNumTopk; k++) {
+        if (tid == k) out.expert[k] = token.experts[k];
+    }
+    if (tid < kNumTopk) out.weight[tid] = token.weight;
+    if (tid < kNumRanks) out.slot[tid] = 0;
+}
+
+// Slots of token t: rows to the same rank that come before it on this rank. visit(experts) sees each earlier token.
+template <class Params, class Visit>
+CUEP_DEVICE void count_before(const Params& p, int t, Outgoing& out, Visit visit) {
+    for (int first = 0; first < t; first += kNumThreads) {
+        const int i = first + threadIdx.x;
+        uint32_t rank_mask = 0;
+        if (i < t) {
+            int32_t experts[kNumTopk];
+            load_experts<kNumExperts>(p.topk_idx, p.is_int64, i, experts);
+            rank_mask = ranks_of<kNumLocalExperts>(experts);
+            visit(experts);
+        }
+        count_ranks<kNumRanks>(rank_mask, out.slot);
+    }
+    __syncthreads();
+}
+
+// Stores token t, whose slots are known, at every rank that owns one of its experts, and releases its flags.
+// header(dst, k) stores what travels beside the row.
+template <class Params, class Header>
+CUEP_DEVICE void send_token(
+    const Params& p, const Operation& op, int bank, int t, const Token& token, const Outgoing& out, Header header) {
+    const int tid = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kNumPeers; i++) {
+        const int dst = (p.rank + 1 + i) % kNumRanks;
+        if (token.rank_mask >> dst & 1u) {
+            uint4* staged = staged_row(p, dst, bank, p.rank, out.slot[dst]);
+#pragma unroll
+            for (int j = 0; j < kVecsPerThread; j++) {
+                const int vec = tid + j * kNumThreads;
+                if (vec < kRowVecs) store_16(staged + vec, token.row[j]);
+            }
+        }
+    }
+    for (int i = tid; i < kNumRanks * kNumTopk; i += kNumThreads) {
+        const int dst = i / kNumTopk, k = i % kNumTopk;
+        if (token.rank_mask >> dst & 1u) header(dst, k);
+    }
+    if (tid == 0) p.own_slot[t] = token.rank_mask >> p.rank & 1u ? out.slot[p.rank] : -1;
+    if (tid < kNumTopk && is_new_routing(p)) {
+        const int64_t at = static_cast<int64_t>(t) * kNumTopk + tid;
+        p.ids[at] = out.expert[tid];
+        p.weights[at] = out.weight[tid];
+    }
+    __syncthreads();
+    if (tid < kNumRanks && tid != p.rank && (token.rank_mask >> tid & 1u)) {  // pairs with the wait in receive_rows
+        st_release_sys(flag_of(p, tid, bank, p.rank, out.slot[tid]), tagged(op, static_cast<uint32_t>(t)));
+    }
+}
+
+// The expert of [token, k] as dst numbers its own, or -1 where it has it not.
+CUEP_DEVICE int32_t local_expert_at(const Outgoing& out, int dst, int k) {
+    const int32_t e = out.expert[k];
+    return e >= 0 && e / kNumLocalExperts == dst ? e % kNumLocalExperts : -1;
+}
+
+// Slots filled by the peer that filled most.
+template <class Params>
+CUEP_DEVICE int most_rows(const Params& p, const Counts& counts) {
+    uint32_t most = 0;
+    for (int r = 0; r < kNumRanks; r++) {
+        if (r != p.rank) most = max(most, counts.totals[r]);
+    }
+    return static_cast<int>(most);
+}
+
+// Rows of all peers, low slots first, as they arrive: deliver(src, slot) behind a barrier, with the token in shared
+// memory. Who but thread 0 reads the token needs a barrier before the next. False: gave up.
+template <class Params, class Deliver>
+CUEP_DEVICE bool receive_rows(
+    const Params& p, const Operation& op, int bank, const Counts& counts, uint32_t& token, Deliver deliver) {
+    const int most = most_rows(p, counts);
+    for (int u = blockIdx.x; u < most * kNumPeers; u += gridDim.x) {
+        const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
+        if (slot >= static_cast<int>(counts.totals[src])) continue;
+        bool is_ok = true;
+        if (threadIdx.x == 0) is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, token);
+        if (block_any(!is_ok)) return false;
+        deliver(src, slot);
+    }
+    return true;
+}
+
+}  // namespace cuep
