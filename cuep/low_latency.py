@@ -63,7 +63,9 @@ class LowLatency:
 
     def attach(self, handle: Handle) -> HandleState:
         if "expert_offsets" in handle.arrays:
-            handle.arrays["expert_offsets"][...] = self._group.world.backend.asarray(self._expert_offsets())
+            backend = self._group.world.backend
+            handle.arrays["expert_offsets"][...] = backend.asarray(self._expert_offsets())
+            backend.stream(None).synchronize()  # the handle may be used on any stream
         return self._records(handle)
 
     def detach(self, handle: Handle) -> None:
