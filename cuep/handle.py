@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cuep import arrays, layout
 from cuep.backend import Array
 from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, OrderError
-from cuep.launching import CombineCall
+from cuep.launching import CombineCall, address
 from cuep.status import ROUTE, Refusal
 
 if TYPE_CHECKING:
@@ -98,15 +98,18 @@ class Handle:
         self.is_closed = False
         self._group = group
         self._stage = Stage.UNROUTED
+        self._is_fresh = True  # its state on the device is still to be cleared
         self._newest = 0  # ticket of the newest launch on this handle
         self._sent: CombineCall | arrays.View | None = None  # what complete() still reads
         self._export: Callable[[], Any] | None = None  # makes what complete() returns
         self._exports: dict[tuple[str, str, int], Any] = {}
         backend = group.world.backend
         self.arrays: dict[str, Array] = {
-            name: backend.zeros(shape, layout.dtype_of(dtype), group.cfg.allocator)
+            name: backend.empty(shape, layout.dtype_of(dtype), group.cfg.allocator)
             for name, (shape, dtype) in layout.handle_arrays(group.cfg, group.num_ranks).items()
         }
+        self.addresses = {name: address(array) for name, array in self.arrays.items()}
+        self._y_view: Any = arrays.view(self.arrays["y"], "y", backend)
         with backend.active():
             self.state: Any = group.mode.attach(self)  # the mode's own; None once closed
 
@@ -121,6 +124,9 @@ class Handle:
             try:
                 chosen = group.choose_stream(stream, topk_idx)
                 self._take_routing(topk_idx, topk_weights, num_tokens)
+                if self._is_fresh:
+                    group.world.backend.clear(self.arrays["state"], chosen)
+                    self._is_fresh = False
             except (ArgumentError, ArgumentTypeError):
                 group.refuse_route(chosen)  # the peers wait for this rank's part
                 raise
@@ -361,7 +367,7 @@ class Handle:
                     self._check_not_pending("close")
                 self.is_closed = True
                 self._group.mode.detach(self)
-                self.arrays = {}
+                self.arrays, self._y_view = {}, None
                 self._exports = {}
                 self._sent = self._export = None
 
@@ -409,7 +415,7 @@ class Handle:
             shape = group.mode.row_weight_grads_shape(self)
             arrays.check_shape(grads, "row_weight_grads", shape, ("float32",))
             _check_contiguous(grads, "row_weight_grads")
-        y = group.view(self.arrays["y"], "y") if out is None else self._check_output_like(out, "out", is_written=True)
+        y = self._y_view if out is None else self._check_output_like(out, "out", is_written=True)
         if out is not None:
             for name, other in (("expert_out", expert_out), *zip(names, biases, strict=True)):
                 _check_apart(other, name, _range(y), "out, which combine writes")

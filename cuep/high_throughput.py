@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from cuep import layout
 from cuep.arrays import View, check_rows
-from cuep.backend import Array, Record, Stream
+from cuep.backend import Array, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.launching import CombineCall, ModeKernel, elem_type
+from cuep.params import FastRecord
 
 if TYPE_CHECKING:
     from cuep.group import Group
@@ -29,9 +30,9 @@ _DISPATCH_REGIONS = ("tokens", "topk_idx", "topk_weights", "source")
 class HandleState:
     """Params of a handle's kernels, all but what changes from call to call, and the receive buffer that it holds."""
 
-    route: Record
-    dispatch: Record
-    combine: Record
+    route: FastRecord
+    dispatch: FastRecord
+    combine: FastRecord
     recv_range: tuple[int, int] = (0, 0)  # addresses between which dispatch writes rows
     lease: Lease | None = None
 

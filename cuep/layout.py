@@ -15,6 +15,7 @@ from cuep.errors import ArgumentTypeError
 ALIGNMENT = 256  # bytes; of every region of the arena
 CONTROL_BYTES = 48  # struct Control in operation.cuh
 STATE_BYTES = 40  # struct HandleState
+STATE_NUM_TOKENS = 36  # bytes before its num_tokens
 REPORT_BYTES = 168  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
@@ -148,7 +149,6 @@ def _ll_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
         }
     shapes |= {
         "source": ((local_experts, rows, 3), "int32"),
-        "expert_offsets": ((local_experts + 1,), "int32"),
         "src_rank_counts": ((local_experts, num_ranks), "int32"),
         "row_idx": ((num_ranks, tokens, topk), "int32"),
     }
@@ -173,6 +173,8 @@ def workspace_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     shapes["control"] = ((CONTROL_BYTES // 8,), "uint64")
     if cfg.mode == "ht":
         shapes["high_water"] = ((cfg.num_buffers,), "int32")
+    elif cfg.layout == "expert_major":
+        shapes["expert_offsets"] = ((cfg.num_experts // num_ranks + 1,), "int32")
     return shapes
 
 

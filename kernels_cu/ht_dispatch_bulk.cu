@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
         reinterpret_cast<uint64_t*>(smem + kNumWarps * kNumStages * kStageBytes) + warp_idx() * kNumStages;
     for (int stage = 0; stage < kNumStages; stage++) mbarrier_init(loaded + stage);
 
-    if (block_any(is_stopped(op))) return stop(op);
+    if (block_any(is_broken(op))) return;
 
     // ready: what this rank's stream read from the buffer is read, so peers may fill it (pairs with the wait below)
     if (blockIdx.x == 0 && tid < kNumRanks) {

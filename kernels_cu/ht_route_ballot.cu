@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_route_ballot(con
     // two banks are enough: a rank that gets here has seen every peer start its previous routing
     const int bank = static_cast<int>(op.epoch) & (kNumBanks - 1);
 
-    if (block_any(is_stopped(op))) return stop(op);
+    if (block_any(is_broken(op))) return;
 
     // each block its part; with few blocks the last one has several
     int refused_by = -1;

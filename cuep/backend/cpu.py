@@ -96,6 +96,10 @@ class CpuBackend:
         array[...] = np.zeros((), dtype)
         return array
 
+    def clear(self, array: npt.NDArray[Any], stream: CpuStream | SynchronousStream) -> None:
+        """Zero it, in stream order."""
+        stream.submit(lambda: array.fill(0))
+
     def asarray(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.asarray(array)
 

@@ -99,6 +99,13 @@ class CudaBackend:
             self._context.fill_zero(array.data.ptr, array.nbytes, self._pool_stream())
         return array
 
+    def clear(self, array: Array, stream: CudaStream) -> None:
+        """Zero it, in stream order."""
+        pool = self.stream(None)  # an earlier owner's work on CuPy's memory may still be queued there
+        if pool.key != stream.key and not pool.is_capturing():
+            stream.wait(pool.record())
+        self._context.clear(array.data.ptr, array.nbytes, stream.handle)
+
     def asarray(self, array: npt.NDArray[Any]) -> Array:
         """A copy on the device, complete when this returns."""
         source = np.ascontiguousarray(array)

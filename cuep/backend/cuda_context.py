@@ -97,6 +97,11 @@ class CudaContext:
             check(self.driver.cuMemsetD8Async(address, 0, num_bytes, stream), "zeroing memory")
             check(self.driver.cuStreamSynchronize(stream), "zeroing memory")
 
+    def clear(self, address: int, num_bytes: int, stream: Any) -> None:
+        """Zero it, in stream order."""
+        with self.current():
+            check(self.driver.cuMemsetD8Async(address, 0, num_bytes, stream), "zeroing memory")
+
     def copy_in(self, address: int, host_address: int, num_bytes: int, stream: int = 0) -> None:
         """From the host, after what is queued on `stream`; complete when this returns, for whatever comes next."""
         with self.current():

@@ -204,6 +204,23 @@ def test_what_the_layouts_are(world: Any, expert_ids: str) -> None:
             group.check()
 
 
+def test_rows_beyond_the_count_name_no_expert(world: Any) -> None:
+    """B13: a small step after a large one into the same buffers: nothing of the large one looks valid."""
+    for form in ("ll rank_major", "ht flat"):
+        with cuep.Group(world, config(**FORMS[form])) as group:
+            handle = None
+            for num_tokens in (16, 2, 16, 0):
+                step = random_step(world, group.cfg, num_tokens, num_tokens, masked=0.0)
+                handle = run_step(world, group, step, handle)
+                recv = handle.dispatch(to_device(world, step.x))
+                ids = to_host(world, recv.topk_idx).reshape(-1, group.cfg.num_topk)
+                is_row = np.zeros(len(ids), bool)
+                is_row[expected(world, group.cfg, step)[1].row_idx] = True
+                assert (ids[~is_row] == -1).all()
+                handle.combine(recv.tokens)
+                group.check()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_any_stride(world: Any, form: str) -> None:
     """x, expert_out and out may be columns of something wider; rows that overlap or are torn are refused."""

@@ -46,7 +46,8 @@ def busy(backend: Any, rounds: int) -> None:
 
 
 def test_symmetric_memory(world: Any, backend: Any) -> None:
-    """Zeroed, the same block under each rank's address, and given back."""
+    """E12: zeroed, the same block under each rank's address, and given back; NVSHMEM has started by a unique id over
+    the communicator, whatever MPI that is (Open MPI in gpu_check; no plug-in of NVSHMEM's is involved)."""
     block = backend.symmetric(4096)
     words = block.bytes.view("uint64")
     assert int(words.sum()) == 0
@@ -227,7 +228,8 @@ def test_second_device_is_refused(world: Any, backend: Any) -> None:
 
 @pytest.mark.parametrize("cooperative", [True, False])
 def test_barrier(world: Any, backend: Any, barrier: DeviceBarrier, cooperative: bool) -> None:
-    """Nobody reads a peer's word before it was written, nor after it is overwritten, however late the ranks are."""
+    """F06: a module that calls NVSHMEM's device functions is registered when it is loaded, once, also when it is loaded
+    again. Nobody reads a peer's word before it was written, nor after it is overwritten, however late the ranks are."""
     barrier._kernel._function.cooperative = cooperative
     block = backend.symmetric(64)
     own = block.bytes.view("uint64")

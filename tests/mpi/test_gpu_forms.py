@@ -233,8 +233,8 @@ def test_inputs_freed_or_refilled_after_the_call(world: Any, form: str) -> None:
             step = random_step(world, cfg, number, 8)
             assert step.topk_weights is not None
             ids, weights, x = (to_device(world, a) for a in (step.topk_idx, step.topk_weights, step.x))
-            with backend.current_stream(backend.stream(stream)):
-                busy.enqueue(stream)
+            with backend.current_stream(backend.stream(current := stream if number < 2 else later)):
+                busy.enqueue(current)
                 poison_pool(world, cfg)
                 handle = group.create_handle(ids, weights, stream=stream)
             busy.enqueue(stream)
