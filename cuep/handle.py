@@ -182,6 +182,8 @@ class Handle:
                 self._check_send_only(send_only)
                 into = None if out is None else group.view(out, "out", is_written=True)
                 group.mode.prepare_dispatch(self, into)
+                if into is not None:
+                    _check_apart(view, "x", _range(into), "out, which dispatch writes")
                 _check_apart(
                     view, "x", self.state.recv_range, "this handle's own Received.tokens, which its dispatch writes"
                 )

@@ -13,7 +13,7 @@ from cuep import layout
 from cuep.arrays import View, check_rows
 from cuep.backend import Array, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
-from cuep.launching import CombineCall, ModeKernel, elem_type
+from cuep.launching import CombineCall, ModeKernel, address, elem_type
 from cuep.params import FastRecord
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ROUTE_BLOCKS = 8  # one places rows, one counts experts, the others copy
 _SMEM_BYTES = 200 * 1024  # of a block, for rows in flight, where the GPU has that much
 _STATIC_SMEM_BYTES = 2048  # left for everything else
-_DISPATCH_REGIONS = ("tokens", "topk_idx", "topk_weights", "source")
+_RECV_FIELDS = ("tokens", "topk_idx", "topk_weights", "source")  # of a receive buffer (flat)
 
 
 @dataclass
@@ -35,6 +35,8 @@ class HandleState:
     combine: FastRecord
     recv_range: tuple[int, int] = (0, 0)  # addresses between which dispatch writes rows
     lease: Lease | None = None
+    is_lease_kept: bool = True  # False: only for a dispatch into the caller's own array
+    is_out: bool = False  # rows of the newest dispatch are in the caller's own array
 
 
 class Lease:
@@ -55,24 +57,24 @@ class HighThroughput:
     def __init__(self, group: Group) -> None:
         cfg = group.cfg
         self._group = group
+        self._is_flat = cfg.layout == "flat"
         self._free_buffers = list(range(cfg.num_buffers))
         self._max_rows = layout.max_recv_rows(cfg, group.num_ranks)
         group.workspace["high_water"][...] = self._max_rows  # ids of a fresh buffer are no ids either
-        ranks: dict[str, Any] = {"kNumRanks": group.num_ranks}
-        routing = ranks | {"kNumExperts": cfg.num_experts, "kNumTopk": cfg.num_topk}
-        rows = {"kRowBytes": cfg.row_bytes}
-        max_smem_bytes = group.world.backend.max_smem_bytes
-        self._route = ModeKernel(group, "route", "ballot", routing, {}, most_blocks=_ROUTE_BLOCKS)
-        self._dispatch = ModeKernel(
-            group, "dispatch", "bulk", routing | rows, _pipeline(cfg.row_bytes, "kNumWarps", 4, 3, max_smem_bytes)
-        )
-        self._combine = ModeKernel(
-            group,
-            "combine",
-            "push",
-            ranks | rows | {"elem_t": elem_type(cfg.dtype)},
-            _pipeline(cfg.row_bytes, "kNumPushWarps", 7, 2, max_smem_bytes),
-        )
+        routing: dict[str, Any] = {
+            "kNumRanks": group.num_ranks,
+            "kNumExperts": cfg.num_experts,
+            "kNumTopk": cfg.num_topk,
+        }
+        sent = routing | {"kRowBytes": cfg.row_bytes}
+        returned = routing | {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
+        smem_bytes = group.world.backend.max_smem_bytes
+        route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
+        self._route = ModeKernel(group, "route", route, routing, {}, most_blocks=_ROUTE_BLOCKS)
+        pipeline = _pipeline(cfg.row_bytes, "kNumWarps" if self._is_flat else "kNumSendWarps", 4, 3, smem_bytes)
+        self._dispatch = ModeKernel(group, "dispatch", dispatch, sent, pipeline)
+        pipeline = _pipeline(cfg.combine_row_bytes, "kNumPushWarps", 7, 2, smem_bytes) if self._is_flat else {}
+        self._combine = ModeKernel(group, "combine", combine, returned, pipeline)
         self._refusal = self._records(None)
 
     def attach(self, handle: Handle) -> HandleState:
@@ -90,96 +92,151 @@ class HighThroughput:
         record["is_int64"] = idx.dtype == "int64"
         record["topk_weights"] = 0 if weights is None else weights.address
         record["num_tokens"] = handle.num_tokens
-        self._route.launch(record, stream, handle.arrays, idx, weights)
-        handle.topk_idx = handle.topk_weights = None
+        count = handle.count
+        record["num_tokens_at"] = 0 if count is None else count.address
+        record["is_count_int64"] = count is not None and count.dtype == "int64"
+        self._route.launch(record, stream, handle.arrays, idx, weights, count)
+        handle.topk_idx = handle.topk_weights = handle.count = None
 
     def refuse_route(self, stream: Stream) -> None:
         self._route.refuse(self._refusal.route, stream)
 
     def prepare_dispatch(self, handle: Handle, out: View | None) -> None:
-        """Take a receive buffer at the handle's first dispatch; the handle keeps it until it is closed or dropped."""
+        """Take a receive buffer unless the handle has one. It keeps it until Received.release() or close(), or until
+        nobody holds what it received; with `out` only until this dispatch is launched.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: `out` does not fit, or other handles hold all buffers.
+        """
         group, state = self._group, handle.state
-        if state.lease is not None and state.lease.is_held:
-            return
-        if not self._free_buffers:
-            raise ArgumentError(
-                f"dispatch: all {group.cfg.num_buffers} receive buffers are held by other handles; close or drop "
-                f"one, or make the group with num_buffers > {group.cfg.num_buffers}"
-            )
-        state.lease = Lease(self._free_buffers)
-        num_bytes = self._max_rows * group.cfg.row_bytes
-        first = group.memory.address + group.arena.offsets["recv_tokens"] + state.lease.buffer * num_bytes
-        state.recv_range = (first, first + num_bytes)
-        state.dispatch["buffer"] = state.lease.buffer
+        if out is not None:
+            self._check_rows(out, "out", group.cfg.dtype, group.cfg.row_bytes)
+        if state.lease is None or not state.lease.is_held:
+            if not self._free_buffers:
+                raise ArgumentError(
+                    f"dispatch: all {group.cfg.num_buffers} receive buffers are held by other handles; release, close"
+                    f" or drop one, or make the group with num_buffers > {group.cfg.num_buffers}"
+                )
+            state.lease = Lease(self._free_buffers)
+            state.is_lease_kept = out is None
+            num_bytes = self._max_rows * group.cfg.row_bytes
+            first = group.memory.address + group.arena.offsets["recv_tokens"] + state.lease.buffer * num_bytes
+            state.recv_range = (first, first + num_bytes)
+            state.dispatch["buffer"] = state.lease.buffer
+        state.is_lease_kept |= out is None
 
     def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream, *, send_only: bool) -> int:
-        record = handle.state.dispatch
+        state, record = handle.state, handle.state.dispatch
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
-        record["num_tokens"] = handle.num_tokens
-        return self._dispatch.launch(record, stream, handle.arrays, x)
+        record["out"] = 0 if out is None else out.address
+        record["out_stride"] = 0 if out is None else out.strides[0]
+        record["out_rows"] = 0 if out is None else out.shape[0]
+        self._set_count(handle, record)
+        state.is_out = out is not None
+        ticket = self._dispatch.launch(record, stream, handle.arrays, x, out)
+        state.is_lease_kept |= stream.is_capturing()  # each replay of the graph receives into this buffer
+        self._drop_lease(handle)
+        return ticket
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
+        self._drop_lease(handle)
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         cfg = self._group.cfg
-        if expert_out.dtype != cfg.dtype:
-            raise ArgumentTypeError(f"expert_out has dtype {expert_out.dtype}, allowed: {cfg.dtype}")
-        if len(expert_out.shape) != 2 or expert_out.shape[1] != cfg.hidden:
-            raise ArgumentError(f"expert_out has shape {list(expert_out.shape)}, allowed: [rows, {cfg.hidden}]")
-        check_rows(expert_out, "expert_out", cfg.row_bytes)
+        self._check_rows(expert_out, "expert_out", str(cfg.combine_dtype), cfg.combine_row_bytes)
+
+    def row_weight_grads_shape(self, handle: Handle) -> tuple[int | None, ...]:
+        """Of combine's row_weight_grads; None: at least as many as rows were received."""
+        return (None, self._group.cfg.num_topk) if self._is_flat else (None,)
 
     def combine(self, handle: Handle, call: CombineCall, stream: Stream, *, send_only: bool) -> int:
-        record = handle.state.combine
-        expert_out = call.expert_out
-        record["expert_out"] = expert_out.address
-        record["expert_out_stride"] = expert_out.strides[0]
-        record["num_tokens"] = handle.num_tokens
-        record["num_rows"] = min(expert_out.shape[0], self._max_rows)
-        return self._combine.launch(record, stream, handle.arrays, expert_out)
+        record, grads = handle.state.combine, call.row_weight_grads
+        record["expert_out"] = call.expert_out.address
+        record["expert_out_stride"] = call.expert_out.strides[0]
+        rows = [self._max_rows, call.expert_out.shape[0], *([] if grads is None else [grads.shape[0]])]
+        record["num_rows"] = min(rows)
+        record["row_weight_grads"] = 0 if grads is None else grads.address
+        unused = [0] * (2 - len(call.bias))
+        record["bias"] = [bias.address for bias in call.bias] + unused
+        record["bias_stride"] = [bias.strides[0] for bias in call.bias] + unused
+        if "is_weighted" in (record.dtype.names or ()):
+            record["is_weighted"] = call.is_weighted
+        record["y"] = call.y.address
+        record["y_stride"] = call.y.strides[0]
+        self._set_count(handle, record)
+        return self._combine.launch(record, stream, handle.arrays, *call.objects())
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
         self._combine.refuse(handle.state.combine, stream, handle.arrays)
-
-    def row_weight_grads_shape(self, handle: Handle) -> tuple[int | None, ...]:
-        return (None, self._group.cfg.num_topk) if self._group.cfg.layout == "flat" else (None,)
 
     def complete(self, handle: Handle, stream: Stream, sent: Any) -> int:
         raise NotImplementedError  # nothing of this mode is ever pending
 
     def received(self, handle: Handle) -> dict[str, Array]:
-        group, cfg, buffer = self._group, self._group.cfg, handle.state.lease.buffer
-        shapes = {
+        """Of the newest dispatch; without "tokens" where rows are in the caller's own array."""
+        names = ["src_rank_counts", "expert_counts", "total"]
+        names += [] if self._is_flat else ["expert_offsets", "source"]
+        fields = {name: handle.arrays[name] for name in names}
+        if handle.state.is_out:
+            if self._is_flat:
+                fields |= {name: handle.arrays[f"out_{name}"] for name in _RECV_FIELDS if name != "tokens"}
+        else:
+            for name in _RECV_FIELDS if self._is_flat else ("tokens",):
+                fields[name] = self._received_region(name, handle.state.lease.buffer)
+        if not handle.has_weights:
+            fields.pop("topk_weights", None)
+        return fields
+
+    def _received_region(self, name: str, buffer: int) -> Array:
+        group, cfg = self._group, self._group.cfg
+        shape, dtype = {
             "tokens": ((cfg.hidden,), cfg.dtype),
             "topk_idx": ((cfg.num_topk,), "int32"),
             "topk_weights": ((cfg.num_topk,), "float32"),
             "source": ((2,), "int32"),
-        }
-        fields = {
-            name: group.region(f"recv_{name}")
-            .view(layout.dtype_of(dtype))
-            .reshape(cfg.num_buffers, self._max_rows, *shape)[buffer]
-            for name, (shape, dtype) in shapes.items()
-        }
-        if not handle.has_weights:
-            del fields["topk_weights"]
-        return fields | {name: handle.arrays[name] for name in ("src_rank_counts", "expert_counts", "total")}
+        }[name]
+        rows = group.region(f"recv_{name}").view(layout.dtype_of(dtype))
+        return rows.reshape(cfg.num_buffers, self._max_rows, *shape)[buffer]
+
+    def _check_rows(self, rows: View, name: str, dtype: str, row_bytes: int) -> None:
+        hidden = self._group.cfg.hidden
+        if rows.dtype != dtype:
+            raise ArgumentTypeError(f"{name} has dtype {rows.dtype}, allowed: {dtype}")
+        if len(rows.shape) != 2 or rows.shape[1] != hidden:
+            raise ArgumentError(f"{name} has shape {list(rows.shape)}, allowed: [rows, {hidden}]")
+        check_rows(rows, name, row_bytes)
+
+    def _set_count(self, handle: Handle, record: FastRecord) -> None:
+        record["num_tokens"] = handle.num_tokens
+        at = address(handle.arrays["state"]) + layout.STATE_NUM_TOKENS if handle.has_device_count else 0
+        record["num_tokens_at"] = at
+        record["is_count_int64"] = False
+
+    def _drop_lease(self, handle: Handle) -> None:
+        state = handle.state
+        if state.lease is not None and not state.is_lease_kept:
+            state.lease.give_back()
+            state.lease, state.recv_range = None, (0, 0)
 
     def _records(self, handle: Handle | None) -> HandleState:
         """Params for a handle, or (None) for refusing a call that has no handle."""
         group = self._group
         offsets = group.arena.offsets
         own = group.handle_values(handle) | {"high_water": group.workspace_address("high_water")}
-        own |= {"max_tokens": group.cfg.max_tokens_per_rank, "max_rows": self._max_rows}
-        route = {f"{name}_offset": offsets[f"route_{name}"] for name in ("matrix", "counts")}
-        dispatch = {f"{name}_offset": offsets[f"recv_{name}"] for name in _DISPATCH_REGIONS}
-        dispatch |= {f"{name}_offset": offsets[f"dispatch_{name}"] for name in ("ready", "arrived")}
-        combine = {f"{name}_offset": offsets[f"combine_{name}"] for name in ("rows", "flags", "totals", "done")}
+        cfg = group.cfg
+        own |= {"max_tokens": cfg.max_tokens_per_rank, "max_rows": self._max_rows, "alignment": cfg.alignment}
+        own |= {"is_drop": cfg.overflow == "drop", "is_global_ids": cfg.expert_ids == "global"}
+        recv = {f"{name.removeprefix('recv_')}_offset": at for name, at in offsets.items() if name.startswith("recv_")}
+        route, dispatch, combine = (
+            {f"{name.removeprefix(op)}_offset": at for name, at in offsets.items() if name.startswith(op)}
+            for op in ("route_", "dispatch_", "combine_")
+        )
         is_complete = handle is not None
         return HandleState(
             self._route.record(own | route, is_complete=is_complete),
-            self._dispatch.record(own | dispatch, is_complete=is_complete),
+            self._dispatch.record(own | recv | dispatch, is_complete=is_complete),
             self._combine.record(own | combine, is_complete=is_complete),
         )
 

@@ -18,6 +18,7 @@ STATE_BYTES = 40  # struct HandleState
 STATE_NUM_TOKENS = 36  # bytes before its num_tokens
 REPORT_BYTES = 168  # struct Report
 WORD_BYTES = 8  # {epoch, value}
+READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
 
 
@@ -84,26 +85,47 @@ def _keeps_weights(cfg: GroupConfig) -> bool:
 
 def _ht_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     buffers, rows, topk = cfg.num_buffers, max_recv_rows(cfg, num_ranks), cfg.num_topk
-    local_experts = cfg.num_experts // num_ranks
-    return {
-        "recv_tokens": Region(buffers * rows * cfg.row_bytes),
-        "recv_topk_idx": Region(buffers * rows * topk * 4),
-        "recv_topk_weights": Region(buffers * rows * topk * 4),
-        "recv_source": Region(buffers * rows * 2 * 4),
+    messages = num_ranks * cfg.max_tokens_per_rank
+    is_flat = cfg.layout == "flat"
+    regions = {"recv_tokens": Region(buffers * rows * cfg.row_bytes)}
+    if is_flat:
+        regions |= {
+            "recv_topk_idx": Region(buffers * rows * topk * 4),
+            "recv_topk_weights": Region(buffers * rows * topk * 4),
+            "recv_source": Region(buffers * rows * 2 * 4),
+        }
+    else:
+        regions["dispatch_headers"] = Region(messages * topk * 8)
+        regions["dispatch_flags"] = _words(messages)
+    staged = messages - (cfg.max_tokens_per_rank if is_flat else 0)  # flat: own rows are read where they are
+    counted = cfg.num_experts // num_ranks if is_flat else cfg.num_experts
+    return regions | {
         "route_matrix": _words(ROUTE_BANKS, num_ranks, num_ranks),
-        "route_counts": _words(ROUTE_BANKS, num_ranks, local_experts),
-        "dispatch_ready": _words(num_ranks),
+        "route_counts": _words(ROUTE_BANKS, num_ranks, counted),
+        "dispatch_ready": _words(READY_BANKS, num_ranks),
         "dispatch_arrived": _words(num_ranks),
-        "combine_rows": Region((num_ranks - 1) * cfg.max_tokens_per_rank * cfg.row_bytes),
-        "combine_flags": _words(num_ranks, cfg.max_tokens_per_rank),
+        "combine_rows": Region(staged * cfg.combine_row_bytes),
+        "combine_grads": Region(staged * topk * 4),
+        "combine_flags": _words(messages),
         "combine_totals": _words(num_ranks),
         "combine_done": _words(num_ranks),
     }
 
 
 def max_recv_rows(cfg: GroupConfig, num_ranks: int) -> int:
-    """The most rows an ht rank can receive: every token of every rank, once."""
-    return num_ranks * cfg.max_tokens_per_rank
+    """Rows of Received.tokens (ht): max_recv_tokens_per_rank, or as many as can ever come.
+
+    flat: every token of every rank, once. expert_major: every (token, k) pair of every rank, since all may name one
+    rank's experts, and the most padding that `alignment` can add to its experts' zones.
+    """
+    if cfg.max_recv_tokens_per_rank is not None:
+        return cfg.max_recv_tokens_per_rank
+    tokens = num_ranks * cfg.max_tokens_per_rank
+    if cfg.layout == "flat":
+        return tokens
+    pairs = tokens * cfg.num_topk
+    zones = min(cfg.num_experts // num_ranks, pairs)  # an empty one has no padding
+    return (pairs + zones * (cfg.alignment - 1)) // cfg.alignment * cfg.alignment
 
 
 def handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
@@ -122,13 +144,34 @@ def handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     if cfg.mode == "ll":
         shapes |= _ll_handle_arrays(cfg, num_ranks)
     else:
-        shapes |= {
-            "rows": ((tokens, num_ranks), "int32"),
-            "send_base": ((num_ranks,), "int32"),
-            "recv_base": ((num_ranks + 1,), "int32"),
-            "src_rank_counts": ((num_ranks,), "int32"),
-        }
+        shapes |= _ht_handle_arrays(cfg, num_ranks)
     return shapes
+
+
+def _ht_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
+    tokens, topk, rows = cfg.max_tokens_per_rank, cfg.num_topk, max_recv_rows(cfg, num_ranks)
+    local_experts = cfg.num_experts // num_ranks
+    shapes: Shapes = {
+        "rows": ((tokens, num_ranks), "int32"),
+        "send_base": ((num_ranks,), "int32"),
+        "recv_base": ((num_ranks + 1,), "int32"),
+    }
+    if cfg.layout == "flat":  # the last three: what dispatch(out=) brings beside the caller's rows
+        return shapes | {
+            "src_rank_counts": ((num_ranks,), "int32"),
+            "out_topk_idx": ((rows, topk), "int32"),
+            "out_topk_weights": ((rows, topk), "float32"),
+            "out_source": ((rows, 2), "int32"),
+        }
+    messages = num_ranks * tokens
+    return shapes | {
+        "slots": ((tokens, topk), "int32"),
+        "src_rank_counts": ((local_experts, num_ranks), "int32"),
+        "expert_offsets": ((local_experts + 1,), "int32"),
+        "source": ((rows, 3), "int32"),
+        "message_slots": ((messages, topk), "int32"),
+        "message_weights": ((messages, topk), "float32"),
+    }
 
 
 def _ll_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
@@ -168,7 +211,16 @@ def combine_shape(cfg: GroupConfig, num_ranks: int) -> tuple[int, ...]:
 
 def workspace_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     """What a group owns outside the symmetric arena: control words, and room for refused calls that have no handle."""
-    small = ("state", "expert_counts", "total", "src_rank_counts", "num_rows", "recv_base", "send_base")
+    small = (
+        "state",
+        "expert_counts",
+        "total",
+        "src_rank_counts",
+        "num_rows",
+        "recv_base",
+        "send_base",
+        "expert_offsets",
+    )
     shapes: Shapes = {f"refused_{k}": v for k, v in handle_arrays(cfg, num_ranks).items() if k in small}
     shapes["control"] = ((CONTROL_BYTES // 8,), "uint64")
     if cfg.mode == "ht":

@@ -34,7 +34,7 @@ struct Site {
     }
 };
 
-enum class Wait : uint8_t { kNone, kExited, kRelax, kSyncThreads, kSyncWarp, kShuffle, kVote, kBulk, kMbarrier };
+enum class Wait : uint8_t { kNone, kExited, kRelax, kSyncThreads, kSyncWarp, kShuffle, kVote, kMatch, kBulk, kMbarrier };
 
 inline const char* wait_name(Wait wait) {
     constexpr const char* kNames[] = {"running",
@@ -44,6 +44,7 @@ inline const char* wait_name(Wait wait) {
                                       "__syncwarp",
                                       "__shfl_sync",
                                       "vote",
+                                      "__match_any_sync",
                                       "bulk copy",
                                       "mbarrier_wait"};
     return kNames[int(wait)];

@@ -94,7 +94,18 @@ inline Meeting& join_meeting(Block& block, Fiber* self, const Meeting& wanted) {
     return warp.meetings[self->lane()] = wanted;
 }
 
-// All lanes have arrived: a shuffle gives each the value of its source lane, a vote the lanes that voted yes.
+// The lanes of `mask` that brought the same value as `lane`.
+inline uint32_t matching_lanes(const Fiber* lanes, uint32_t mask, int lane) {
+    uint32_t same = 0;
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+        const int other = __builtin_ctz(rest);
+        if (lanes[other].value == lanes[lane].value) same |= 1u << other;
+    }
+    return same;
+}
+
+// All lanes have arrived: a shuffle gives each the value of its source lane, a vote the lanes that voted yes, a match
+// the lanes with the same value.
 inline void finish_meeting(Block& block, Fiber* self, const Meeting& meeting) {
     Warp& warp = block.warp_of(*self);
     Fiber* lanes = self - self->lane();
@@ -106,6 +117,7 @@ inline void finish_meeting(Block& block, Fiber* self, const Meeting& meeting) {
         const int source = lanes[lane].source_lane;
         const bool has_source = meeting.mask >> source & 1;
         results[lane] = has_source ? lanes[source].value : 0xcdcdcdcdcdcdcdcdu;  // undefined on the GPU: poison
+        if (meeting.wait == Wait::kMatch) results[lane] = matching_lanes(lanes, meeting.mask, lane);
     }
     for (uint32_t rest = meeting.mask; rest != 0; rest &= rest - 1) {
         const int lane = __builtin_ctz(rest);
@@ -190,6 +202,14 @@ CUEP_DEVICE T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width =
     const unsigned lane = cuep::cpu::current->lane(), source = lane ^ unsigned(lane_mask);
     const bool is_beyond = (source & ~unsigned(width - 1)) > (lane & ~unsigned(width - 1));
     return cuep::cpu::shuffle(mask, value, is_beyond ? lane : source, {file, line});
+}
+
+template <class T>
+CUEP_DEVICE unsigned __match_any_sync(unsigned mask, T value, CUEP_CPU_CALLER) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8, "matches take 4 or 8 bytes");
+    uint64_t bits = 0;
+    __builtin_memcpy(&bits, &value, sizeof(T));
+    return unsigned(cuep::cpu::meet(cuep::cpu::Wait::kMatch, mask, bits, 0, {file, line}));
 }
 
 CUEP_DEVICE unsigned __ballot_sync(unsigned mask, int predicate, CUEP_CPU_CALLER) {

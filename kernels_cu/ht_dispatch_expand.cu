@@ -1,0 +1,220 @@
+// serves: layout=expert_major
+// High-throughput dispatch, expert_major. One row per (token, rank) crosses the link: send warps store it with the
+// bulk- copy engine straight into the slot of its smallest k, with a header (slots and weights of the token's experts
+// there) beside it, and a flag behind both. As flags arrive, receive warps copy each row to its other slots, so that
+// copying overlaps with the links, and keep the header in the handle, for combine. A rank first tells its peers which
+// of its receive buffers to fill: by then its stream is past all readers of that buffer and of the headers.
+#include <cuep/base.cuh>
+#include <cuep/sync.cuh>
+#include <cuep/bulk.cuh>
+#include <cuep/operation.cuh>
+#include <cuep/row_pipe.cuh>
+#include <cuep/ht_receive.cuh>
+#include <cuep/ht_walk.cuh>
+
+#ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
+constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
+constexpr int kNumSendWarps = 4, kNumReceiveWarps = 12, kNumStages = 3;
+#endif
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528
+CUEP_TUNABLE(kNumSendWarps, 4, 1);
+CUEP_TUNABLE(kNumReceiveWarps, 12, 1);
+CUEP_TUNABLE(kNumStages, 3, 2);
+
+using namespace cuep;
+
+struct Params {
+    uint8_t* arena[kNumRanks];  // symmetric memory of every rank; offsets below are bytes into it
+    int64_t tokens_offset;      // [num_buffers, max_rows] rows
+    int64_t headers_offset;     // int2 [messages, kNumTopk]: slot or -1, bits of the weight
+    int64_t flags_offset;       // uint64 [messages]: epoch, token
+    int64_t ready_offset;  // uint64 [kReadyBanks, kNumRanks]: epoch, buffer that this peer receives into, or kRefused
+    const uint8_t* x;      // [num_tokens] rows, x_stride bytes apart
+    int64_t x_stride;
+    uint8_t* out;  // null, or [out_rows] rows, out_stride bytes apart: rows are wanted there
+    int64_t out_stride;
+    const int32_t* slots;           // [max_tokens, kNumTopk]: row of a pair at its expert's rank, or -1
+    const int32_t* rows;            // [max_tokens, kNumRanks]: message at each rank, or -1
+    const int32_t* ids;             // [max_tokens, kNumTopk]
+    const float* weights;           // [max_tokens, kNumTopk]
+    const int32_t* recv_base;       // [kNumRanks + 1]: first message here of each source rank
+    const int32_t* expert_offsets;  // [local experts + 1]; last: rows here
+    int32_t* source;                // [max_rows, 3]: rank, token, k
+    int32_t* message_slots;         // [messages, kNumTopk]
+    float* message_weights;         // [messages, kNumTopk]
+    HandleState* state;
+    Control* control;
+    Report* report;
+    int64_t timeout_ns;
+    const uint8_t* num_tokens_at;  // null, or where the device has the number of tokens
+    int32_t num_tokens;            // rows of x
+    int32_t out_rows;              // fewer than are received: refused
+    int32_t max_rows;
+    int32_t rank;
+    int32_t buffer;  // that this rank receives into
+    uint32_t handle;
+    uint32_t ticket;
+    bool is_count_int64;
+    bool is_refused;  // publish kRefused instead of a buffer
+};
+
+constexpr int kNumThreads = (kNumSendWarps + kNumReceiveWarps) * 32;
+constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
+constexpr int kRowVecs = kRowBytes / 16;
+constexpr int kVecsInFlight = 4;  // pieces of a row that a lane of a receive warp reads at once
+using Pipe = RowPipe<kRowBytes, kNumStages>;
+using Messages = PeerWalk<kNumRanks, kNumRanks>;
+static_assert(kNumThreads > kNumRanks, "one thread for each rank and one more read recv_base");
+CUEP_LAUNCH(kNumThreads, kNumSendWarps* Pipe::kSmemBytes)
+
+CUEP_DEVICE int2* header_of(const Params& p, int dst, int64_t message) {
+    return reinterpret_cast<int2*>(p.arena[dst] + p.headers_offset) + message * kNumTopk;
+}
+
+CUEP_DEVICE uint64_t* flag_of(const Params& p, int dst, int64_t message) {
+    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.flags_offset) + message;
+}
+
+// One send warp's tokens.
+struct TokenWalk {
+    int t, step, end;
+
+    CUEP_DEVICE bool is_over() const { return t >= end; }
+    CUEP_DEVICE void advance() { t += step; }
+    // Of a lane: its message at rank lane, or -1.
+    CUEP_DEVICE int32_t message(const Params& p) const {
+        return lane_idx() < kNumRanks ? p.rows[static_cast<int64_t>(t) * kNumRanks + lane_idx()] : -1;
+    }
+};
+
+// The row of token t, and a header, to each of its ranks. The whole warp calls.
+CUEP_DEVICE void send_token(const Params& p, const uint32_t* buffers, const TokenWalk& walk, const uint8_t* staged) {
+    const int lane = lane_idx();
+    const int64_t at = static_cast<int64_t>(walk.t) * kNumTopk + lane;
+    const int32_t id = lane < kNumTopk ? p.ids[at] : -1, slot = id < 0 ? -1 : p.slots[at];
+    const int owner = id < 0 ? -1 : id / kNumLocalExperts;
+    const float weight = id < 0 ? 0.0f : p.weights[at];
+    const int32_t messages = walk.message(p);
+#pragma unroll
+    for (int i = 1; i <= kNumRanks; i++) {
+        const int dst = (p.rank + i) % kNumRanks;
+        const int32_t message = __shfl_sync(0xffffffffu, messages, dst);
+        if (message < 0) continue;
+        const uint32_t filled = __ballot_sync(0xffffffffu, owner == dst && slot >= 0);
+        const int32_t first = __shfl_sync(0xffffffffu, slot, filled == 0 ? 0 : __ffs(static_cast<int>(filled)) - 1);
+        if (filled != 0) {
+            bulk_store(at_row<uint8_t>(p, p.tokens_offset, dst, buffers[dst], first, kRowBytes), staged, kRowBytes);
+        }
+        if (lane < kNumTopk) {
+            header_of(p, dst, message)[lane] = make_int2(owner == dst ? slot : -1, __float_as_int(weight));
+        }
+    }
+}
+
+CUEP_DEVICE void send_rows(const Params& p, const Operation& op, const uint32_t* buffers, int warp, Pipe pipe) {
+    const TokenWalk first{
+        static_cast<int>(warp * gridDim.x + blockIdx.x), static_cast<int>(gridDim.x) * kNumSendWarps, tokens_of(p)};
+    pipe.move_and_tell(
+        first,
+        [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
+        [&](const TokenWalk& walk, const uint8_t* staged) { send_token(p, buffers, walk, staged); },
+        [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_message
+            const int32_t message = walk.message(p);
+            if (message >= 0) {
+                st_release_sys(flag_of(p, lane_idx(), message), tagged(op, static_cast<uint32_t>(walk.t)));
+            }
+        });
+}
+
+// Row `from` to the row of each lane in `to`. The whole warp calls.
+CUEP_DEVICE void copy_row(
+    const Params& p, const uint8_t* from, uint8_t* base, int64_t stride, int32_t slot, uint32_t to) {
+    const uint4* source = reinterpret_cast<const uint4*>(from);
+    for (int first_vec = lane_idx(); first_vec - lane_idx() < kRowVecs; first_vec += 32 * kVecsInFlight) {
+        uint4 v[kVecsInFlight];
+#pragma unroll
+        for (int j = 0; j < kVecsInFlight; j++) {
+            if (first_vec + 32 * j < kRowVecs) v[j] = load_16(source + first_vec + 32 * j);
+        }
+        for (uint32_t rest = to; rest != 0; rest &= rest - 1) {
+            const int64_t row = __shfl_sync(0xffffffffu, slot, __ffs(static_cast<int>(rest)) - 1);
+            uint4* target = reinterpret_cast<uint4*>(base + row * stride);
+#pragma unroll
+            for (int j = 0; j < kVecsInFlight; j++) {
+                if (first_vec + 32 * j < kRowVecs) store_16(target + first_vec + 32 * j, v[j]);
+            }
+        }
+    }
+}
+
+// Waits for a message and puts its row where it is missing. The whole warp calls; false: gave up.
+CUEP_DEVICE bool receive_message(const Params& p, const Operation& op, const Messages& walk) {
+    const int lane = lane_idx(), src = walk.peer();
+    const int64_t message = walk.row();
+    uint32_t token = 0;
+    bool is_ok = true;
+    if (lane == 0) is_ok = wait_flag(op, flag_of(p, p.rank, message), Phase::kRows, src, token);
+    if (!__all_sync(0xffffffffu, is_ok)) return false;
+    __syncwarp();  // a vote orders no memory: now every lane may read what one lane has waited for
+    token = __shfl_sync(0xffffffffu, token, 0);
+    const int2 header = lane < kNumTopk ? header_of(p, p.rank, message)[lane] : make_int2(-1, 0);
+    const int32_t slot = header.x;
+    if (lane < kNumTopk) {
+        p.message_slots[message * kNumTopk + lane] = slot;
+        p.message_weights[message * kNumTopk + lane] = __int_as_float(header.y);
+    }
+    if (slot >= 0) {
+        int32_t* source = p.source + static_cast<int64_t>(slot) * 3;
+        source[0] = src;
+        source[1] = static_cast<int32_t>(token);
+        source[2] = lane;
+    }
+    const uint32_t filled = __ballot_sync(0xffffffffu, slot >= 0);
+    const bool is_out = p.out != nullptr;
+    const uint32_t missing = is_out ? filled : filled & (filled - 1);
+    if (missing == 0) return true;
+    const int32_t first = __shfl_sync(0xffffffffu, slot, __ffs(static_cast<int>(filled)) - 1);
+    uint8_t* rows = at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, 0, kRowBytes);
+    copy_row(p,
+             rows + static_cast<int64_t>(first) * kRowBytes,
+             is_out ? p.out : rows,
+             is_out ? p.out_stride : kRowBytes,
+             slot,
+             missing);
+    return true;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_expand(const __grid_constant__ Params p) {
+    CUEP_DYNAMIC_SMEM(smem);
+    __shared__ uint32_t buffers[kNumRanks];
+    __shared__ int32_t recv_base[kNumRanks + 1];
+    const int tid = threadIdx.x, warp = warp_idx();
+    if (is_skipped(p, p.state->unrouted != 0)) return;
+    const Operation op = begin_operation(p, Op::kDispatch);
+    if (tid <= kNumRanks) recv_base[tid] = p.recv_base[tid];
+    if (block_any(is_broken(op))) return;
+
+    const bool has_room = p.out == nullptr || p.out_rows >= p.expert_offsets[kNumLocalExperts];
+    const bool is_refused = p.is_refused || !has_room;  // of this rank
+    if (!exchange_buffers<kNumRanks>(p, op, is_refused, buffers)) return;
+    fence_proxy_async();  // what peers read from their buffers comes before the bulk copies that write them
+    const int refused_by = refusing_rank<kNumRanks>(p, is_refused, buffers);
+
+    // send warps send all they owe and wait for nobody; receive warps wait for each message
+    bool is_ok = true;
+    if (refused_by < 0 && warp < kNumSendWarps) {
+        send_rows(p, op, buffers, warp, Pipe(smem, warp, kNumSendWarps));
+    } else if (refused_by < 0) {
+        Messages walk(p.rank, recv_base, warp - kNumSendWarps, kNumReceiveWarps);
+        for (; is_ok && !walk.is_over(); walk.advance()) is_ok = receive_message(p, op, walk);
+    }
+    if (block_any(!is_ok)) return;
+
+    if (!is_last_block(op)) return;
+    if (tid == 0) {
+        p.state->refused = 0;
+        if (refused_by >= 0) mark_refused(p, Op::kDispatch, refused_by, Cause::kTooFewRows);
+        end_operation(op);
+    }
+}

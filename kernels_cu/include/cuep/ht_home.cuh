@@ -1,0 +1,215 @@
+// What high-throughput combines share: rows come home to the owners of the tokens, one per (token, rank). Push warps
+// store them into the owner's staging, each with its flag; sum warps add up this rank's own tokens as their rows
+// arrive: fp32, in order of rank, then bias, rounded once. A kernel says how it makes a row that it pushes, and where
+// its own term of a sum is.
+#pragma once
+#include <cuep/base.cuh>
+#include <cuep/sync.cuh>
+#include <cuep/bulk.cuh>
+#include <cuep/convert.cuh>
+#include <cuep/operation.cuh>
+#include <cuep/ht_walk.cuh>
+
+namespace cuep {
+
+constexpr uint32_t kHasGrads = 1u << 30;  // in a word of totals: gradients of weights come with the rows
+
+// E: element type. kIsOwnStaged: a rank's rows for its own tokens go through staging, too.
+template <int kRanks, int kExpertsPerRank, int kTopk, int kBytes, class E, bool kIsOwnStaged>
+struct Home {
+    static constexpr int kNumDsts = kIsOwnStaged ? kRanks : kRanks - 1;  // that a rank pushes to, and is pushed to by
+    using Walk = PeerWalk<kRanks, kNumDsts>;                             // of a push warp over what it answers
+    static constexpr int kElemsPerVec = kPerVec<E>;
+    static constexpr int kRowVecs = kBytes / 16;
+    static constexpr int kRanksInFlight = kRanks < 8 ? kRanks : 8;  // rows that a lane of a sum warp reads at once
+    static constexpr int kVecsInFlight = kRanksInFlight <= 2 ? 4 : kRanksInFlight <= 4 ? 3 : 2;  // pieces of each
+
+    // Which of rank dst's arrays of staging holds what rank src pushes.
+    template <class Params>
+    static CUEP_DEVICE int64_t staged_index(const Params& p, int dst, int src, int64_t slot) {
+        return static_cast<int64_t>((src - dst - 1 + kRanks) % kRanks) * p.max_tokens + slot;
+    }
+
+    // Row of source rank src's answer to its slot-th token of rank dst, in dst's staging.
+    template <class Params>
+    static CUEP_DEVICE uint8_t* staged_row(const Params& p, int dst, int src, int64_t slot) {
+        return p.arena[dst] + p.rows_offset + staged_index(p, dst, src, slot) * kBytes;
+    }
+
+    // The kTopk gradients that go with it.
+    template <class Params>
+    static CUEP_DEVICE float* staged_grads(const Params& p, int dst, int src, int64_t slot) {
+        return reinterpret_cast<float*>(p.arena[dst] + p.grads_offset) + staged_index(p, dst, src, slot) * kTopk;
+    }
+
+    template <class Params>
+    static CUEP_DEVICE uint64_t* flag_of(const Params& p, int dst, int src, int64_t slot) {
+        return reinterpret_cast<uint64_t*>(p.arena[dst] + p.flags_offset) + int64_t{src} * p.max_tokens + slot;
+    }
+
+    template <class Params>
+    static CUEP_DEVICE uint64_t* total_of(const Params& p, int dst, int src) {
+        return reinterpret_cast<uint64_t*>(p.arena[dst] + p.totals_offset) + src;
+    }
+
+    template <class Params>
+    static CUEP_DEVICE uint64_t* done_of(const Params& p, int dst, int reader) {
+        return reinterpret_cast<uint64_t*>(p.arena[dst] + p.done_offset) + reader;
+    }
+
+    // The rank that keeps this combine from being one, and why, or {-1}.
+    struct Verdict {
+        int refused_by;
+        Cause own_cause;
+    };
+
+    // From what every rank published; lane r has rank r's word. The whole warp calls.
+    template <class Params>
+    static CUEP_DEVICE Verdict judge(const Params& p, bool is_refused, uint32_t total) {
+        const int lane = lane_idx();
+        const uint32_t refusing = __ballot_sync(0xffffffffu, lane < kRanks && total == kRefused);
+        const uint32_t with_grads = __ballot_sync(0xffffffffu, lane < kRanks && (total & kHasGrads) != 0);
+        if (is_refused) return {p.rank, Cause::kTooFewRows};
+        if (refusing != 0) return {__ffs(static_cast<int>(refusing)) - 1, Cause::kCall};
+        const bool is_agreed = with_grads == 0 || with_grads == (0xffffffffu >> (32 - kRanks));
+        return {is_agreed ? -1 : p.rank, Cause::kGradsDiffer};
+    }
+
+    // y[t] and weight_grads[t]. own_row(row): this rank's own term; own_grad(row, k). The whole warp calls; false: gave
+    // up.
+    template <class Params, class OwnRow, class OwnGrad>
+    static CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int t, OwnRow own_row, OwnGrad own_grad) {
+        const int lane = lane_idx();
+        bool is_ok = true;
+        const int32_t lane_row = lane < kRanks ? p.rows[static_cast<int64_t>(t) * kRanks + lane] : -1;
+        const int32_t slot = lane < kRanks ? lane_row - p.send_base[lane] : 0;
+        if (lane_row >= 0 && (kIsOwnStaged || lane != p.rank)) {
+            uint32_t unused = 0;
+            is_ok = wait_flag(op, flag_of(p, p.rank, lane, slot), Phase::kRows, lane, unused);
+        }
+        if (!__all_sync(0xffffffffu, is_ok)) return false;
+        __syncwarp();                // a vote orders no memory: now every lane may read what one lane has waited for
+        const uint4* terms[kRanks];  // null: this rank has none of the token's experts
+#pragma unroll
+        for (int r = 0; r < kRanks; r++) {
+            const int32_t row = __shfl_sync(0xffffffffu, lane_row, r), at = __shfl_sync(0xffffffffu, slot, r);
+            const uint8_t* term = !kIsOwnStaged && r == p.rank ? own_row(row) : staged_row(p, p.rank, r, at);
+            terms[r] = row < 0 ? nullptr : reinterpret_cast<const uint4*>(term);
+        }
+        uint4* y = reinterpret_cast<uint4*>(p.y + t * p.y_stride);
+        for (int first_vec = lane; first_vec < kRowVecs; first_vec += 32 * kVecsInFlight) {
+            float sum[kVecsInFlight][kElemsPerVec];
+#pragma unroll
+            for (int j = 0; j < kVecsInFlight; j++) {
+#pragma unroll
+                for (int c = 0; c < kElemsPerVec; c++) sum[j][c] = 0.0f;
+            }
+#pragma unroll
+            for (int first = 0; first < kRanks; first += kRanksInFlight) {
+                uint4 v[kRanksInFlight][kVecsInFlight];
+#pragma unroll
+                for (int i = 0; i < kRanksInFlight; i++) {
+                    if (first + i >= kRanks || terms[first + i] == nullptr) continue;
+#pragma unroll
+                    for (int j = 0; j < kVecsInFlight; j++) {
+                        if (first_vec + 32 * j < kRowVecs) v[i][j] = load_16(terms[first + i] + first_vec + 32 * j);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kRanksInFlight; i++) {
+                    if (first + i >= kRanks || terms[first + i] == nullptr) continue;
+#pragma unroll
+                    for (int j = 0; j < kVecsInFlight; j++) {
+                        if (first_vec + 32 * j < kRowVecs) add(sum[j], v[i][j]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                if (p.bias[b] == nullptr) continue;
+                const uint4* bias = reinterpret_cast<const uint4*>(p.bias[b] + t * p.bias_stride[b]);
+#pragma unroll
+                for (int j = 0; j < kVecsInFlight; j++) {
+                    if (first_vec + 32 * j < kRowVecs) add(sum[j], load_16(bias + first_vec + 32 * j));
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < kVecsInFlight; j++) {
+                const int vec = first_vec + 32 * j;
+                if (vec < kRowVecs) store_16(y + vec, pack<E>(sum[j]));
+            }
+        }
+        if (p.row_weight_grads != nullptr) {
+            const int32_t id = lane < kTopk ? p.ids[static_cast<int64_t>(t) * kTopk + lane] : -1;
+            const int owner = id < 0 ? 0 : id / kExpertsPerRank;
+            const int32_t row = __shfl_sync(0xffffffffu, lane_row, owner), at = __shfl_sync(0xffffffffu, slot, owner);
+            float grad = 0.0f;
+            if (id >= 0 && row >= 0) {
+                grad = owner == p.rank ? own_grad(row, lane) : staged_grads(p, p.rank, owner, at)[lane];
+            }
+            if (lane < kTopk) p.weight_grads[static_cast<int64_t>(t) * kTopk + lane] = grad;
+        }
+        return true;
+    }
+
+    static CUEP_DEVICE void add(float (&sum)[kElemsPerVec], uint4 vec) {
+        float term[kElemsPerVec];
+        unpack<E>(vec, term);
+#pragma unroll
+        for (int c = 0; c < kElemsPerVec; c++) sum[c] = __fadd_rn(sum[c], term[c]);
+    }
+
+    // The whole operation. num_needed: rows that expert_out must have. push(op, recv_base, warp) pushes a warp's share.
+    template <int kNumPushWarps, int kNumSumWarps, class Params, class Push, class OwnRow, class OwnGrad>
+    static CUEP_DEVICE void combine(const Params& p, int32_t num_needed, Push push, OwnRow own_row, OwnGrad own_grad) {
+        static_assert((kNumPushWarps + kNumSumWarps) * 32 > kRanks, "one thread for each rank, and one for the sum");
+        __shared__ int32_t recv_base[kRanks + 1];
+        __shared__ Verdict verdict;
+        const int tid = threadIdx.x, warp = warp_idx();
+        const bool is_refused = p.is_refused || num_needed > p.num_rows;  // of this rank
+        const Operation op = begin_operation(p, Op::kCombine);
+        if (tid <= kRanks) recv_base[tid] = p.recv_base[tid];
+
+        // staging must have been read by its owners before it is written again
+        const bool is_off = is_broken(op);
+        bool is_ok = true;
+        if (tid < kRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), 1, tid);
+        if (block_any(!is_ok || is_off)) return;
+        fence_proxy_async();  // what peers read from staging comes before the bulk copies that write it
+        if (blockIdx.x == 0 && tid < kRanks) {  // pairs with the wait for totals below
+            const uint32_t has_grads = p.row_weight_grads != nullptr ? kHasGrads : 0;
+            const uint32_t num_rows = static_cast<uint32_t>(recv_base[tid + 1] - recv_base[tid]);
+            st_relaxed_sys(total_of(p, tid, p.rank), tagged(op, is_refused ? kRefused : num_rows | has_grads));
+        }
+
+        // push warps send all they owe and wait for nobody; sum warps first hear from every rank
+        if (warp < kNumPushWarps) {
+            if constexpr (kNumDsts > 0) {
+                if (!is_refused) push(op, recv_base, warp);
+            }
+        } else {
+            const int lane = lane_idx(), sum_warp = warp - kNumPushWarps;
+            uint32_t total = 0;
+            if (lane < kRanks) is_ok = wait_word(op, total_of(p, p.rank, lane), lane, total);
+            is_ok = __all_sync(0xffffffffu, is_ok);
+            const Verdict found = judge(p, is_refused, total);
+            if (sum_warp == 0 && lane == 0) verdict = found;
+            const int num_tokens = found.refused_by < 0 ? tokens_of(p) : 0;
+            const int step = gridDim.x * kNumSumWarps;
+            for (int t = sum_warp * gridDim.x + blockIdx.x; is_ok && t < num_tokens; t += step) {
+                is_ok = sum_token(p, op, t, own_row, own_grad);
+            }
+        }
+        if (block_any(!is_ok)) return;
+
+        // done: peers may write this staging again (pairs with wait_bank_free)
+        if (!is_last_block(op)) return;
+        if (tid < kRanks && tid != p.rank) st_release_sys(done_of(p, tid, p.rank), tagged(op, 0));
+        if (tid == 0) {
+            if (verdict.refused_by >= 0) mark_refused(p, Op::kCombine, verdict.refused_by, verdict.own_cause);
+            end_operation(op);
+        }
+    }
+};
+
+}  // namespace cuep

@@ -1,0 +1,100 @@
+// Rows that a warp moves through shared memory with the bulk-copy engine, some rows ahead: each is loaded once and
+// stored as often as is wanted.
+#pragma once
+#include <cuep/base.cuh>
+#include <cuep/bulk.cuh>
+
+namespace cuep {
+
+template <int kRowBytes, int kNumStages>
+struct RowPipe {
+    static_assert(kNumStages >= 2 && kNumStages <= 32, "a row is loaded while the one before it is stored");
+    static constexpr int kStageBytes = (kRowBytes + 127) / 128 * 128;
+    static constexpr int kSmemBytes = kNumStages * (kStageBytes + 8);  // of one warp
+
+    uint8_t* stages;
+    uint64_t* loaded;
+    uint32_t parity;  // bit s: of the next load into stage s
+
+    // The part of this warp, the warp-th of num_warps that have one, in the block's shared memory. The whole warp
+    // calls.
+    CUEP_DEVICE RowPipe(uint8_t* smem, int warp, int num_warps)
+        : stages(smem + warp * kNumStages * kStageBytes),
+          loaded(reinterpret_cast<uint64_t*>(smem + num_warps * kNumStages * kStageBytes) + warp * kNumStages),
+          parity(0) {
+        for (int stage = 0; stage < kNumStages; stage++) mbarrier_init(loaded + stage);
+    }
+
+    CUEP_DEVICE uint8_t* stage_at(int stage) const { return stages + stage * kStageBytes; }
+
+    CUEP_DEVICE void load(int stage, const uint8_t* row) { bulk_load(stage_at(stage), row, kRowBytes, loaded + stage); }
+
+    CUEP_DEVICE void wait(int stage) {
+        mbarrier_wait(loaded + stage, parity >> stage & 1u);
+        parity ^= 1u << stage;
+    }
+
+    static CUEP_DEVICE int after(int stage) { return stage + 1 == kNumStages ? 0 : stage + 1; }
+    static CUEP_DEVICE int before(int stage) { return stage == 0 ? kNumStages - 1 : stage - 1; }
+
+    // Moves rows i = first, first + step, ... below end, kNumStages - 1 of them loaded ahead. source(i) is where row i
+    // lies; plan(i) works out where it goes while it is on its way; store(i, plan, row) starts its bulk stores; and
+    // beside(i, plan) has the time in which they run. When it returns all rows are where they go, not only read.
+    template <class Source, class Plan, class Store, class Beside>
+    CUEP_DEVICE void move(int first, int step, int end, Source source, Plan plan, Store store, Beside beside) {
+        int next = first;
+        for (int stage = 0; stage < kNumStages - 1 && next < end; stage++, next += step) load(stage, source(next));
+        int stage = 0;
+        for (int i = first; i < end; i += step) {
+            const auto where = plan(i);
+            wait(stage);
+            store(i, where, stage_at(stage));
+            bulk_commit();
+            beside(i, where);
+            if (next < end) {
+                bulk_wait_read<1>();  // the stage that is refilled was stored one row ago
+                load(before(stage), source(next));
+                next += step;
+            }
+            stage = after(stage);
+        }
+        bulk_wait<0>();
+    }
+
+    // Moves the rows of a walk (is_over(), advance()), kNumStages - 1 of them loaded ahead, and releases what tells
+    // others about a row kNumStages - 1 rows late, when it is there. source(walk) is where a row lies; store(walk, row)
+    // starts its bulk stores and may store more that the release covers; release(walk) comes when all that is done.
+    template <class Walk, class Source, class Store, class Release>
+    CUEP_DEVICE void move_and_tell(const Walk& walk, Source source, Store store, Release release) {
+        constexpr int kLate = kNumStages - 1;
+        Walk next = walk, stored = walk, told = walk;
+        auto load_next = [&](int stage) {
+            load(stage, source(next));
+            next.advance();
+        };
+        for (int stage = 0; stage < kLate && !next.is_over(); stage++) load_next(stage);
+        int stage = 0, num_pending = 0;
+        for (; !stored.is_over(); stored.advance()) {
+            wait(stage);
+            store(stored, stage_at(stage));
+            bulk_commit();
+            if (++num_pending > kLate) {
+                bulk_wait<kLate>();  // all the way, not only read: others are told that the row is there
+                fence_proxy_async();
+                release(told);
+                told.advance();
+                num_pending--;
+            }
+            if (!next.is_over()) {
+                bulk_wait_read<1>();  // the stage that is refilled was stored one row ago
+                load_next(before(stage));
+            }
+            stage = after(stage);
+        }
+        bulk_wait<0>();
+        fence_proxy_async();
+        for (; num_pending > 0; num_pending--, told.advance()) release(told);
+    }
+};
+
+}  // namespace cuep

@@ -1,0 +1,679 @@
+"""High throughput, every form: layouts, capacity, counts on the device, rows into the caller's array, bias, gradients.
+
+What must come out is worked out here row by row, from all ranks' inputs, without the oracle's vectorised code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import examples, to_device, to_host
+from hypothesis import strategies as st
+from moe import Step, config, random_step, tagged_rows
+
+import cuep
+from cuep import env, jit, layout, reference
+from cuep.bench.workload import scale
+
+FORMS: dict[str, dict[str, Any]] = {
+    "flat": {"layout": "flat"},
+    "flat_global": {"layout": "flat", "expert_ids": "global", "combine_dtype": "float32"},
+    "expert_major": {"layout": "expert_major"},
+    "aligned": {"layout": "expert_major", "alignment": 8, "combine_dtype": "float16"},
+    "odd": {
+        "layout": "expert_major",
+        "alignment": 3,
+        "num_experts": 16,
+        "hidden": 264,
+        "num_topk": 5,
+        "dtype": "float32",
+        "num_buffers": 1,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def groups(world: Any) -> Iterator[Any]:
+    """Groups by their settings, made at first use and kept for the module."""
+    made: dict[str, cuep.Group] = {}
+
+    def get(form: str, **changes: Any) -> cuep.Group:
+        key = repr((form, sorted(changes.items())))
+        if key not in made:
+            made[key] = cuep.Group(world, config("ht", **(FORMS[form] | changes)))
+        return made[key]
+
+    yield get
+    for group in made.values():
+        group.close()
+
+
+@dataclass
+class Row:
+    """One row of Received.tokens."""
+
+    at: int  # its index; negative: left out
+    rank: int  # that receives it
+    expert: int  # local; -1: flat
+    source: tuple[int, ...]
+
+
+class Expected:
+    """Where every row of a step goes, and what comes back, from all ranks' inputs."""
+
+    def __init__(self, world: Any, cfg: cuep.GroupConfig, step: Step) -> None:
+        self.world, self.cfg = world, cfg
+        parts = world.comm.allgather((step.topk_idx, step.topk_weights, step.x))
+        self.ids = [np.where((ids >= 0) & (ids < cfg.num_experts), ids, -1) for ids, _, _ in parts]
+        self.weights = [np.ones(ids.shape, np.float32) if w is None else w for ids, w, _ in parts]
+        self.x = [x for _, _, x in parts]
+        self.num_local = cfg.num_experts // world.size
+        self.max_rows = layout.max_recv_rows(cfg, world.size)
+        self.offsets = np.zeros((world.size, self.num_local + 1), np.int64)  # as if there was room
+        find = self._flat_rows if cfg.layout == "flat" else self._zone_rows
+        self.rows = [find(rank) for rank in range(world.size)]
+        self.at = {(row.rank, *row.source): row.at for rows in self.rows for row in rows}
+
+    def _flat_rows(self, rank: int) -> list[Row]:
+        owned = [(ids // self.num_local == rank).any(1) for ids in self.ids]
+        sources = [(src, int(token)) for src, is_here in enumerate(owned) for token in np.flatnonzero(is_here)]
+        return [Row(i if i < self.max_rows else -1, rank, -1, source) for i, source in enumerate(sources)]
+
+    def _zone_rows(self, rank: int) -> list[Row]:
+        rows, at = [], 0
+        for local in range(self.num_local):
+            self.offsets[rank, local] = at
+            for src, ids in enumerate(self.ids):
+                for token, k in np.argwhere(ids == rank * self.num_local + local):
+                    source = (src, int(token), int(k))
+                    rows.append(Row(at if at < self.max_rows else -1, rank, local, source))
+                    at += 1
+            at += -at % self.cfg.alignment
+        self.offsets[rank, -1] = at
+        return rows
+
+    @property
+    def kept(self) -> list[Row]:
+        return [row for row in self.rows[self.world.rank] if row.at >= 0]
+
+    def needed(self) -> list[int]:
+        """Rows that each rank must have."""
+        return [int(self.offsets[r, -1]) or len(rows) for r, rows in enumerate(self.rows)]
+
+    def check_received(self, recv: Any) -> None:
+        world, cfg, rank = self.world, self.cfg, self.world.rank
+        have = {name: to_host(world, getattr(recv, name)) for name in ("tokens", "source", "expert_counts", "total")}
+        assert have["total"][0] == len(self.rows[rank])
+        counts, by_source = np.zeros(self.num_local, int), np.zeros((self.num_local, world.size), int)
+        for row in self.kept:
+            src, token = row.source[:2]
+            reference.assert_same(have["tokens"][row.at], self.x[src][token], f"row {row.at}")
+            assert tuple(have["source"][row.at]) == row.source
+            if cfg.layout == "flat":
+                by_source[0, src] += 1
+                mine = self.ids[src][token] // self.num_local == rank
+                counts += np.bincount(self.ids[src][token][mine] % self.num_local, minlength=self.num_local)
+            else:
+                by_source[row.expert, src] += 1
+                counts[row.expert] += 1
+        assert (have["expert_counts"] == counts).all()
+        src_rank_counts = to_host(world, recv.src_rank_counts)
+        if cfg.layout == "flat":
+            assert (src_rank_counts == by_source[0]).all()
+            self._check_ids(recv)
+        else:
+            assert (src_rank_counts == by_source).all()
+            offsets = np.minimum(self.offsets[rank], self.max_rows)
+            assert (to_host(world, recv.expert_offsets) == offsets).all()
+
+    def _check_ids(self, recv: Any) -> None:
+        ids, first = to_host(self.world, recv.topk_idx), self.world.rank * self.num_local
+        for row in self.kept:
+            src, token = row.source
+            mine = self.ids[src][token] // self.num_local == self.world.rank
+            numbered = self.ids[src][token] - (0 if self.cfg.expert_ids == "global" else first)
+            assert (ids[row.at] == np.where(mine, numbered, -1)).all()
+            if recv.topk_weights is not None:
+                weights = np.where(mine, self.weights[src][token], 0)
+                assert (to_host(self.world, recv.topk_weights)[row.at] == weights).all()
+        assert (ids[len(self.kept) :] == -1).all()
+
+    def factor(self, row: Row) -> np.float32:
+        """What a row's expert, or its rank, multiplies it by."""
+        number = row.rank if row.expert < 0 else row.rank * self.num_local + row.expert
+        return np.float32(scale(np.array(number)))
+
+    def expert_out(self, num_rows: int) -> np.ndarray:
+        out = np.full((num_rows, self.cfg.hidden), np.nan, np.float32).astype(self.dtype)
+        for row in self.kept:
+            out[row.at] = self.answer(row)
+        return out
+
+    @property
+    def dtype(self) -> Any:
+        return layout.dtype_of(self.cfg.combine_dtype)
+
+    def answer(self, row: Row) -> np.ndarray:
+        src, token = row.source[:2]
+        return (self.x[src][token].astype(np.float32) * self.factor(row)).astype(self.dtype)
+
+    def y(self, bias: tuple[np.ndarray, ...] = (), is_weighted: bool = True) -> np.ndarray:
+        rank, (num_tokens, hidden) = self.world.rank, self.x[self.world.rank].shape
+        y = np.zeros((num_tokens, hidden), np.float32)
+        for rows in self.rows:
+            partial = np.zeros_like(y)
+            for row in sorted((row for row in rows if row.at >= 0 and row.source[0] == rank), key=lambda r: r.source):
+                token = row.source[1]
+                answer = self.answer(row).astype(np.float32)
+                if self.cfg.layout == "expert_major" and is_weighted:
+                    answer = self.weights[rank][token, row.source[2]] * answer
+                partial[token] += answer
+            y += partial.astype(self.dtype).astype(np.float32)
+        for added in bias:
+            y += added.astype(np.float32)
+        return y.astype(self.dtype)
+
+    def row_grads(self, num_rows: int) -> np.ndarray:
+        """A number for each row (and k, flat) that says where it comes from."""
+        shape = (num_rows, self.cfg.num_topk) if self.cfg.layout == "flat" else (num_rows,)
+        grads = np.full(shape, np.nan, np.float32)
+        for row in self.kept:
+            grads[row.at] = self.grad(row, np.arange(self.cfg.num_topk))
+        return grads
+
+    def grad(self, row: Row, k: np.ndarray) -> Any:
+        src, token = row.source[:2]
+        number = 1 + row.rank * 1e4 + src * 1e3 + token * 32
+        return number + k if len(row.source) == 2 else number + row.source[2]
+
+    def weight_grads(self) -> np.ndarray:
+        rank, ids = self.world.rank, self.ids[self.world.rank]
+        grads = np.zeros(ids.shape, np.float32)
+        for row in (row for rows in self.rows for row in rows if row.at >= 0 and row.source[0] == rank):
+            token = row.source[1]
+            if len(row.source) == 2:
+                mine = ids[token] // self.num_local == row.rank
+                grads[token, mine] = self.grad(row, np.arange(self.cfg.num_topk))[mine]
+            else:
+                grads[token, row.source[2]] = self.grad(row, np.arange(1))
+        return grads
+
+
+def routed(world: Any, group: cuep.Group, step: Step, handle: Any = None, num_tokens: Any = None) -> Any:
+    ids = to_device(world, step.topk_idx)
+    weights = None if step.topk_weights is None else to_device(world, step.topk_weights)
+    if handle is None:
+        return group.create_handle(ids, weights, num_tokens=num_tokens)
+    handle.update(ids, weights, num_tokens=num_tokens)
+    return handle
+
+
+def poison(world: Any, handle: Any, recv: Any) -> None:
+    """recv's topk_idx is left alone: that rows beyond the count stay -1 is cuep's own promise."""
+    recv.tokens[...] = float("nan")
+    recv.source[...] = 777
+    handle.arrays["y"][...] = float("nan")
+    handle.arrays["weight_grads"][...] = float("nan")
+    world.backend.synchronize()
+
+
+def run_form(world: Any, group: cuep.Group, step: Step, handle: Any = None, with_all: bool = False) -> Any:
+    """create_handle or update, dispatch twice, combine; all compared. with_all: bias, gradients, own arrays."""
+    handle = routed(world, group, step, handle)
+    x = to_device(world, step.x)
+    poison(world, handle, handle.dispatch(x))
+    want = Expected(world, group.cfg, step)
+    out = y_out = None
+    bias: tuple[np.ndarray, ...] = ()
+    grads = None
+    if with_all:
+        num_rows = min(max(want.needed()[world.rank], 1), want.max_rows)
+        wide = np.full((num_rows, 2 * group.cfg.hidden), np.nan, np.float32)
+        out = to_device(world, wide.astype(layout.dtype_of(group.cfg.dtype)))[:, : group.cfg.hidden]
+        shape = step.x.shape
+        rng = np.random.default_rng(world.rank)
+        bias = tuple(rng.standard_normal(shape).astype(np.float32).astype(want.dtype) for _ in range(2))
+        y_out = to_device(world, np.full((shape[0], 2 * shape[1]), np.nan, np.float32).astype(want.dtype))
+        y_out = y_out[:, : shape[1]]
+        grads = to_device(world, want.row_grads(num_rows))
+    recv = handle.dispatch(x, out=out)
+    want.check_received(recv)
+    combined = handle.combine(
+        to_device(world, want.expert_out(recv.tokens.shape[0])),
+        bias=tuple(to_device(world, b) for b in bias),
+        row_weight_grads=grads,
+        out=y_out,
+    )
+    y, weight_grads = combined if with_all else (combined, None)
+    group.check()
+    reference.assert_same(to_host(world, y), want.y(bias), "y")
+    if with_all:
+        reference.assert_same(to_host(world, weight_grads), want.weight_grads(), "weight_grads")
+    return handle
+
+
+@pytest.mark.ranks(1, 2, 4, 8)
+@pytest.mark.parametrize("form", FORMS)
+@examples(
+    6,
+    seed=st.integers(0, 10_000),
+    tokens=st.lists(st.integers(0, 16), min_size=8, max_size=8),
+    masked=st.sampled_from([0.0, 0.3, 1.0]),
+    with_all=st.booleans(),
+    has_weights=st.booleans(),
+)
+def test_random_steps(
+    world: Any,
+    groups: Any,
+    form: str,
+    seed: int,
+    tokens: list[int],
+    masked: float,
+    with_all: bool,
+    has_weights: bool,
+) -> None:
+    group = groups(form)
+    step = random_step(world, group.cfg, seed, tokens[world.rank], masked)
+    if not has_weights:
+        step.topk_weights = None
+    run_form(world, group, step, with_all=with_all).close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_duplicates(world: Any, groups: Any, form: str) -> None:
+    """A07: the same expert twice in a token's list."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 1, 9, 0.0)
+    step.topk_idx[:, 1] = step.topk_idx[:, 0]
+    step.topk_idx[3:6] = 1
+    run_form(world, group, step, with_all=True).close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_one(world: Any, groups: Any, form: str) -> None:
+    """topk_weights=None at combine: every weight counts as 1."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 2, 7)
+    handle = routed(world, group, step)
+    recv = handle.dispatch(to_device(world, step.x))
+    want = Expected(world, group.cfg, step)
+    y = handle.combine(to_device(world, want.expert_out(recv.tokens.shape[0])), topk_weights=None)
+    group.check()
+    reference.assert_same(to_host(world, y), want.y(is_weighted=False), "y")
+    handle.close()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("form", ["flat", "aligned"])
+def test_token_counts_on_the_device(world: Any, groups: Any, form: str, dtype: str) -> None:
+    """The rows behind num_tokens are nobody's: their ids may be anything."""
+    group = groups(form)
+    handle = None
+    for number, count in enumerate((0, 5, 12, 3)):
+        step = random_step(world, group.cfg, number, 12, 0.1)
+        step.topk_idx[count:] = 10_000
+        step.x[count:] = np.nan
+        num_tokens = to_device(world, np.array(count, dtype))
+        handle = routed(world, group, step, handle, num_tokens)
+        num_tokens[...] = 99  # it was read
+        recv = handle.dispatch(to_device(world, step.x))
+        want = Expected(world, group.cfg, Step(step.topk_idx[:count], step.topk_weights[:count], step.x[:count]))
+        want.check_received(recv)
+        handle.arrays["y"][...] = float("nan")
+        y = handle.combine(to_device(world, want.expert_out(recv.tokens.shape[0])))
+        group.check()
+        reference.assert_same(to_host(world, y)[:count], want.y(), "y")
+        assert np.isnan(to_host(world, y)[count:].astype(np.float32)).all()
+    handle.close()
+
+
+@pytest.mark.parametrize("count", [-1, 13])
+@pytest.mark.parametrize("form", ["flat", "aligned"])
+def test_a_bad_token_count(world: Any, groups: Any, form: str, count: int) -> None:
+    """The last rank's count is wrong: all ranks refuse, and the next routing works."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 3, 12)
+    is_bad = world.rank == world.size - 1
+    error = cuep.ArgumentError if is_bad else cuep.PeerRefused
+    with pytest.raises(error, match="num_tokens on the device was not between" if is_bad else f"rank {world.size - 1} refused"):
+        routed(world, group, step, None, to_device(world, np.array(count if is_bad else 12)))
+        group.check()
+    run_form(world, group, step).close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_on_some_ranks_only(world: Any, groups: Any, form: str) -> None:
+    """Every rank refuses; the next step works."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 4, 6)
+    if world.size > 1:
+        handle = routed(world, group, step)
+        recv = handle.dispatch(to_device(world, step.x))
+        want = Expected(world, group.cfg, step)
+        out = to_device(world, want.expert_out(recv.tokens.shape[0]))
+        grads = to_device(world, want.row_grads(recv.tokens.shape[0])) if world.rank == 0 else None
+        with pytest.raises(cuep.ArgumentError, match="row_weight_grads was given on some ranks"):
+            handle.combine(out, row_weight_grads=grads)
+            group.check()
+        handle.close()
+    run_form(world, group, step, with_all=True).close()
+
+
+@pytest.mark.parametrize("form", ["flat", "aligned"])
+def test_rows_of_out(world: Any, groups: Any, form: str) -> None:
+    """As many rows as were received are enough; one less on one rank is refused on all."""
+    group = groups(form)
+    cfg = group.cfg
+    step = random_step(world, cfg, 5, 12, 0.0)
+    handle = routed(world, group, step)
+    want = Expected(world, cfg, step)
+    needed = want.needed()[world.rank]
+    x = to_device(world, step.x)
+    dtype = layout.dtype_of(cfg.dtype)
+    short = to_device(world, np.zeros((needed - (world.rank == 0), cfg.hidden), dtype))
+    with pytest.raises(cuep.ArgumentError if world.rank == 0 else cuep.PeerRefused):
+        handle.dispatch(x, out=short)
+        group.check()
+    exact = to_device(world, np.zeros((needed, cfg.hidden), dtype))
+    recv = handle.dispatch(x, out=exact)
+    want.check_received(recv)
+    y = handle.combine(to_device(world, want.expert_out(needed)))
+    group.check()
+    reference.assert_same(to_host(world, y), want.y(), "y")
+    handle.close()
+
+
+@pytest.mark.parametrize("form", ["flat", "aligned"])
+def test_receive_buffers(world: Any, groups: Any, form: str) -> None:
+    """Two handles hold both buffers; out= needs a free one for its launch; release() gives one back."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 6, 8)
+    want = Expected(world, group.cfg, step)
+    x = to_device(world, step.x)
+    out = to_device(world, np.zeros((want.max_rows, group.cfg.hidden), layout.dtype_of(group.cfg.dtype)))
+    handles = [routed(world, group, step) for _ in range(3)]
+    for handle in handles:  # one buffer serves them all
+        want.check_received(handle.dispatch(x, out=out))
+    received = [handle.dispatch(x) for handle in handles[:2]]
+    with pytest.raises(cuep.ArgumentError, match="all 2 receive buffers are held"):
+        handles[2].dispatch(x, out=out)
+    received[0].release()
+    third = handles[2].dispatch(x)
+    want.check_received(third)
+    want.check_received(received[1])
+    with pytest.raises(cuep.ArgumentError, match="all 2 receive buffers are held"):
+        handles[0].dispatch(x)
+    third.release()
+    want.check_received(handles[0].dispatch(x))
+    for handle in handles:
+        handle.close()
+    group.check()
+
+
+def lopsided(world: Any, cfg: cuep.GroupConfig, num_tokens: int) -> Step:
+    """Every token to two experts of rank 0, half of them to others, too."""
+    step = random_step(world, cfg, 7, num_tokens, 0.0)
+    step.topk_idx[:, 0] = np.arange(num_tokens) % (cfg.num_experts // world.size)
+    return step
+
+
+@pytest.mark.parametrize("form", ["flat", "expert_major", "aligned"])
+def test_capacity(world: Any, groups: Any, form: str) -> None:
+    """C07, A16: exactly enough rows are enough; one (or one aligned piece) less is refused, or rows are left out."""
+    cfg = groups(form).cfg
+    step = lopsided(world, cfg, 12)
+    most = max(Expected(world, cfg, step).needed())
+    enough = groups(form, max_recv_tokens_per_rank=most)
+    run_form(world, enough, step, with_all=True).close()
+
+    less = most - cfg.alignment
+    refusing = groups(form, max_recv_tokens_per_rank=less)
+    with pytest.raises(cuep.ArgumentError, match=f"rank . would receive {most} rows.*max_recv_tokens_per_rank={less}"):
+        routed(world, refusing, step)
+        refusing.check()
+    few = lopsided(world, cfg, 2)
+    run_form(world, refusing, few).close()
+
+    for num_rows in (less, max(cfg.alignment, most // 2 // cfg.alignment * cfg.alignment), cfg.alignment):
+        dropping = groups(form, max_recv_tokens_per_rank=num_rows, overflow="drop")
+        handle = run_form(world, dropping, step)
+        handle = run_form(world, dropping, step, handle, with_all=True)
+        handle = run_form(world, dropping, few, handle)
+        handle.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_worst_case_fits(world: Any, groups: Any, form: str) -> None:
+    """C07: all tokens of all ranks to one expert, K times; then to all experts of one rank."""
+    group = groups(form)
+    step = random_step(world, group.cfg, 8, group.cfg.max_tokens_per_rank, 0.0)
+    step.topk_idx[...] = 1
+    handle = run_form(world, group, step)
+    step.topk_idx[...] = np.arange(step.topk_idx.size).reshape(step.topk_idx.shape) % (
+        group.cfg.num_experts // world.size
+    )
+    run_form(world, group, step, handle, with_all=True).close()
+
+
+def test_footprint(world: Any, groups: Any) -> None:
+    """What a group and a handle hold is what footprint says."""
+    for form in FORMS:
+        group = groups(form)
+        handle = routed(world, group, random_step(world, group.cfg, 9, 3))
+        told = cuep.footprint(group.cfg, world.size)
+        assert told["handle"] == sum(array.nbytes for array in handle.arrays.values())
+        assert told["workspace"] == sum(array.nbytes for array in group.workspace.values())
+        assert told["combine_buffer"] == handle.combine_buffer().nbytes
+        handle.close()
+
+
+NUM_SEEDS = int(os.environ.get("CUEP_TEST_SEEDS", "50"))
+SEEDS_TO_FIND = 60
+ALMOST_WRAPPED = 2**32 - 3
+
+
+@pytest.fixture
+def shuffled(world: Any) -> Iterator[Any]:
+    """Sets the seed of the scheduler; back to what CUEP_SEED says afterwards."""
+    if world.backend.name != "cpu":
+        pytest.skip("only the CPU backend has a scheduler to shuffle")
+    yield world.backend.set_seed
+    world.backend.set_seed(env.seed(), env.delay_level())
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("form", ["flat", "aligned", "dropping"])
+def test_shuffled_schedules(world: Any, shuffled: Any, monkeypatch: Any, form: str) -> None:
+    """Across the wrap of epochs, steps with few and many tokens, with and without all that combine can do."""
+    monkeypatch.setenv("CUEP_START_EPOCH", str(ALMOST_WRAPPED))
+    settings = FORMS["aligned"] | {"max_recv_tokens_per_rank": 16, "overflow": "drop"}
+    settings = settings if form == "dropping" else FORMS[form]
+    for seed in range(1, NUM_SEEDS // 4 + 1):
+        shuffled(seed, seed % 4)
+        rng = np.random.default_rng(seed)
+        with cuep.Group(world, config("ht", max_tokens_per_rank=6, **settings)) as group:
+            handle = None
+            for number in range(5):
+                counts = rng.integers(0, 7, world.size)
+                step = random_step(world, group.cfg, 10 * seed + number, int(counts[world.rank]))
+                handle = run_form(world, group, step, handle, with_all=bool(rng.integers(2)))
+            handle.close()
+
+
+class Rounds:
+    """One routing and four rounds of rows; knows every rank's part, so that checking needs no other rank."""
+
+    def __init__(self, world: Any, cfg: cuep.GroupConfig, seed: int, num_tokens: int) -> None:
+        self.steps: list[Step] = []
+        self.wants: list[Expected] = []
+        for number in range(4):
+            step = random_step(world, cfg, seed, num_tokens, masked=0.0)
+            step.x = tagged_rows(world.rank, num_tokens, cfg.hidden, number, cfg.dtype)
+            self.steps.append(step)
+            self.wants.append(Expected(world, cfg, step))
+
+    def outs_like(self, received: list[Any]) -> list[np.ndarray]:
+        return [want.expert_out(recv.tokens.shape[0]) for want, recv in zip(self.wants, received, strict=True)]
+
+
+def queued(world: Any, group: cuep.Group, rounds: Rounds, with_out: bool) -> None:
+    """Four handles, all dispatches and then all combines queued at once, so that fast ranks run into slow ones."""
+    stream = world.stream()
+    handles, received, combined = [], [], []
+    for step in rounds.steps:
+        handles.append(group.create_handle(step.topk_idx, step.topk_weights, stream=stream))
+    for handle, step, want in zip(handles, rounds.steps, rounds.wants, strict=True):
+        out = np.zeros((want.max_rows, group.cfg.hidden), step.x.dtype) if with_out else None
+        received.append(handle.dispatch(step.x, out=out, stream=stream))
+    outs = rounds.outs_like(received)
+    for handle, want, out in zip(handles, rounds.wants, outs, strict=True):
+        grads = want.row_grads(len(out))
+        combined.append(handle.combine(out, row_weight_grads=grads, stream=stream))
+    group.check()
+    for handle, recv, (y, weight_grads), want in zip(handles, received, combined, rounds.wants, strict=True):
+        want.check_received(recv)
+        reference.assert_same(y, want.y(), "y")
+        reference.assert_same(weight_grads, want.weight_grads(), "weight_grads")
+        handle.close()
+
+
+def first_failing_seed(world: Any, shuffled: Any, settings: dict[str, Any], with_out: bool) -> tuple[int, str] | None:
+    """The first seed under which a rank sees wrong data or an error; the same answer on every rank."""
+    for seed in range(1, SEEDS_TO_FIND + 1):
+        shuffled(seed, 3)
+        group = cuep.Group(world, config("ht", timeout_s=1.0, max_tokens_per_rank=8, num_buffers=4, **settings))
+        rounds = Rounds(world, group.cfg, seed, (8, 1)[seed % 2])
+        problem = None
+        try:
+            queued(world, group, rounds, with_out)
+        except (cuep.CuepError, AssertionError) as error:
+            problem = str(error) or "wrong counts"
+        found = [text for text in world.comm.allgather(problem) if text is not None]
+        if found:
+            group.abandon()
+            return seed, found[0]
+        group.close()
+    return None
+
+
+EXPERT_MAJOR: dict[str, Any] = {"layout": "expert_major", "alignment": 4}
+
+# (name, file, what it says, what the bug says, settings, with out=)
+PLANTED = [
+    (
+        "expand takes rows without waiting for their flags",
+        "ht_dispatch_expand.cu",
+        "if (lane == 0) is_ok = wait_flag(op, flag_of(p, p.rank, message), Phase::kRows, src, token);",
+        "if (lane == 0) token = static_cast<uint32_t>(ld_acquire_sys(flag_of(p, p.rank, message)));",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "a flag is released when its row is only read",
+        "include/cuep/row_pipe.cuh",
+        "bulk_wait<kLate>();",
+        "bulk_wait_read<kLate>();",
+        EXPERT_MAJOR,
+        True,
+    ),
+    (
+        "the last flags are released when their rows are only read",
+        "include/cuep/row_pipe.cuh",
+        "bulk_wait<0>();\n        fence_proxy_async();",
+        "bulk_wait_read<0>();\n        fence_proxy_async();",
+        EXPERT_MAJOR,
+        True,
+    ),
+    (
+        "one bank of ready words",
+        "include/cuep/ht_receive.cuh",
+        "const int bank = static_cast<int>(op.epoch) & (kReadyBanks - 1);",
+        "const int bank = 0;",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "expand stores before the receiver is ready",
+        "include/cuep/ht_receive.cuh",
+        "is_ok = wait_flag(op, ready_of<kNumRanks>(p, op, p.rank, tid), Phase::kReuse, tid, buffers[tid]);",
+        "buffers[tid] = static_cast<uint32_t>(p.buffer);",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "slots takes counts of another epoch",
+        "ht_route_slots.cu",
+        "if (epoch_of(words[src]) != static_cast<uint32_t>(op.epoch)) {",
+        "if (false) {",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "partial releases a sum that its other lanes have not stored",
+        "ht_combine_partial.cu",
+        "__syncwarp();  // what all lanes stored is released by one; pairs with the wait in sum_token",
+        "",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "partial sums without waiting for flags",
+        "include/cuep/ht_home.cuh",
+        "is_ok = wait_flag(op, flag_of(p, p.rank, lane, slot), Phase::kRows, lane, unused);",
+        "unused = 0;",
+        EXPERT_MAJOR,
+        False,
+    ),
+    (
+        "bulk copies out what has not arrived",
+        "ht_dispatch_bulk.cu",
+        "if (!wait_arrived<kNumRanks>(p, op)) return;\n        fence",
+        "fence",
+        {"layout": "flat"},
+        True,
+    ),
+    (
+        "bulk says that rows arrived before its other blocks have sent",
+        "ht_dispatch_bulk.cu",
+        "if (is_last_to_send(op)) release",
+        "if (is_last_to_send(op) || true) release",
+        {"layout": "flat"},
+        True,
+    ),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("settings", [EXPERT_MAJOR, {"layout": "flat"}], ids=["expert_major", "flat"])
+@pytest.mark.parametrize("with_out", [False, True])
+def test_the_loop_that_finds_bugs_finds_none_in_cuep(world: Any, shuffled: Any, settings: Any, with_out: bool) -> None:
+    assert first_failing_seed(world, shuffled, settings, with_out) is None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bug", PLANTED, ids=[bug[0] for bug in PLANTED])
+def test_a_planted_bug_is_found(world: Any, shuffled: Any, monkeypatch: Any, bug: Any) -> None:
+    """A copy of the kernels with one rule of the protocol taken out must fail within SEEDS_TO_FIND seeds."""
+    _, file, right, wrong, settings, with_out = bug
+    assert (jit.KERNELS_DIR / file).read_text().count(right) == 1, f"{file} no longer says {right!r}"
+    folder = Path(world.comm.bcast(tempfile.mkdtemp(prefix="cuep-planted-") if world.rank == 0 else None))
+    try:
+        if world.rank == 0:
+            shutil.copytree(jit.KERNELS_DIR, folder / "kernels_cu")
+            kernel = folder / "kernels_cu" / file
+            kernel.write_text(kernel.read_text().replace(right, wrong))
+        world.comm.barrier()
+        monkeypatch.setattr(jit, "KERNELS_DIR", folder / "kernels_cu")
+        assert first_failing_seed(world, shuffled, settings, with_out) is not None, "the bug was not found"
+    finally:
+        world.comm.barrier()
+        if world.rank == 0:
+            shutil.rmtree(folder)
