@@ -1,18 +1,24 @@
 """Arrays of any framework in, arrays of the caller's framework out.
 
-In: NumPy on the CPU backend, CuPy on the CUDA backend, torch tensors on either, and whatever else has
-__cuda_array_interface__ or DLPack. Nothing is copied.
+In: NumPy on the CPU backend, CuPy on the CUDA backend, torch tensors and JAX arrays on either, and whatever else has
+__cuda_array_interface__ (Numba) or DLPack (cuda.core). Nothing is copied.
+
+Out: as x or expert_out came in: torch, JAX, Numba; CuPy or NumPy for all others. Nothing is copied either, but for JAX
+on the CPU backend, whose kernels JAX would not wait for. JAX has no streams to name: a result is ready for JAX's next
+computation, but what JAX reads of it must be done (jax.block_until_ready) before the handle overwrites it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from cuep.backend import Array, Backend
+from cuep.backend import Array, Backend, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
+
+_JAX = ("jax", "jaxlib")  # where the types of its arrays come from
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,7 @@ class View:
     dtype: str
     strides: tuple[int, ...]  # bytes
     owner: Any
+    lender: Any = None  # of another framework's memory: keeps it alive
 
     @property
     def is_contiguous(self) -> bool:
@@ -46,35 +53,75 @@ def framework(array: Any) -> str:
     return type(array).__module__.partition(".")[0]
 
 
-def view(array: Any, name: str, backend: Backend) -> View:
+def is_ordered(kind: str) -> bool:
+    """Whether what is enqueued on a stream after an export sees what was enqueued before it. JAX hides its streams, so
+    that every export must order them anew."""
+    return kind not in _JAX
+
+
+def view(array: Any, name: str, backend: Backend, stream: Stream | None = None, *, is_written: bool = False) -> View:
     """See `array` as device memory of `backend`.
+
+    Args:
+        stream: which will use it: what another framework has yet to compute is put before its next work (DLPack).
+        is_written: read-only arrays are refused.
 
     Raises:
         ArgumentTypeError: not an array, or one that lives elsewhere (nothing is copied between devices).
+        ArgumentError: it is on another GPU, or read-only.
     """
     kind = framework(array)
     if kind == "torch":
         return _view_torch(array, name, backend)
     if isinstance(array, backend.xp.ndarray):
-        is_cpu = backend.name == "cpu"
-        if not is_cpu and array.size and array.data.device_id != backend.device:
-            raise ArgumentError(f"{name} is on GPU {array.data.device_id}, the group is on GPU {backend.device}")
-        if isinstance(array, np.ma.MaskedArray):
-            raise ArgumentTypeError(f"{name} is a masked array, which is not allowed")
-        address = array.__array_interface__["data"][0] if is_cpu else array.data.ptr
-        return View(address, array.shape, _dtype_name(array.dtype, name), array.strides, array)
-    wants = "NumPy arrays or CPU tensors" if backend.name == "cpu" else "arrays on the GPU (CuPy, torch, DLPack)"
+        return _view_native(array, name, backend, is_written=is_written)
+    if kind in _JAX and is_written:
+        raise ArgumentTypeError(f"{name} is a JAX array, which must not be written")
+    seen = _view_native(_borrowed(array, kind, name, backend, stream), name, backend, is_written=is_written)
+    return replace(seen, owner=array, lender=seen.owner)
+
+
+def _view_native(array: Array, name: str, backend: Backend, *, is_written: bool) -> View:
+    """Of NumPy on the CPU, of CuPy on a GPU."""
+    is_cpu = backend.name == "cpu"
+    if not is_cpu and array.size and array.data.device_id != backend.device:
+        raise ArgumentError(f"{name} is on GPU {array.data.device_id}, the group is on GPU {backend.device}")
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentTypeError(f"{name} is a masked array, which is not allowed")
+    if is_cpu and is_written and not array.flags.writeable:
+        raise ArgumentError(f"{name} is read-only")
+    address = array.__array_interface__["data"][0] if is_cpu else array.data.ptr
+    return View(address, array.shape, _dtype_name(array.dtype, name), array.strides, array)
+
+
+def _borrowed(array: Any, kind: str, name: str, backend: Backend, stream: Stream | None) -> Array:
+    """The memory of another framework's array as an array of the backend's own."""
+    wants = "NumPy or JAX arrays or CPU tensors"
+    if backend.name == "cuda":
+        wants = "arrays on the GPU (CuPy, torch, JAX, Numba, DLPack)"
     protocols = ("__dlpack__", "__cuda_array_interface__") if backend.name == "cuda" else ("__dlpack__",)
     if isinstance(array, np.ndarray) or not any(hasattr(array, protocol) for protocol in protocols):
         raise ArgumentTypeError(f"{name}: got {type(array).__name__}, the {backend.name} backend takes {wants}")
     try:
-        if hasattr(array, "__cuda_array_interface__") and backend.name == "cuda":
-            return view(backend.xp.asarray(array), name, backend)
-        return view(backend.xp.from_dlpack(array), name, backend)
+        with backend.current_stream(stream):
+            if kind in _JAX:
+                return _borrowed_jax(array, backend)
+            if backend.name == "cuda" and hasattr(array, "__cuda_array_interface__"):
+                return backend.xp.asarray(array)
+            return backend.xp.from_dlpack(array)
     except Exception as error:  # whatever another framework's export raises
         raise ArgumentTypeError(
             f"{name}: got {type(array).__name__}, the {backend.name} backend takes {wants} ({error})"
         ) from error
+
+
+def _borrowed_jax(array: Any, backend: Backend) -> Array:
+    (device,) = array.devices()  # one that is spread over several is none of this rank's
+    if backend.name == "cuda":
+        return backend.xp.from_dlpack(array)
+    if device.platform != "cpu":
+        raise BufferError(f"it is on {device}")
+    return np.asarray(array)  # waits for it; NumPy's DLPack has no bfloat16
 
 
 _names: dict[Any, str] = {}  # asking a dtype for its name is slow
@@ -101,10 +148,23 @@ def _view_torch(tensor: Any, name: str, backend: Backend) -> View:
     return View(tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2], strides, tensor)
 
 
-def export(array: Array, like: str, backend: Backend) -> Any:
-    """The same memory as an array of framework `like`; unknown frameworks get the backend's own array."""
-    if like != "torch":
-        return array
+def export(array: Array, like: str, backend: Backend, stream: Stream | None = None) -> Any:
+    """The same memory as an array of framework `like`; unknown frameworks get the backend's own array.
+
+    stream: which fills it: JAX's own work is put behind it.
+    """
+    if like == "torch":
+        return _export_torch(array, backend)
+    if like in _JAX:
+        return _export_jax(array, backend, stream)
+    if like == "numba" and backend.name == "cuda" and array.dtype.name != "bfloat16":  # which Numba has no arrays of
+        from numba import cuda
+
+        return cuda.as_cuda_array(array, sync=False)
+    return array
+
+
+def _export_torch(array: Array, backend: Backend) -> Any:
     import torch
 
     if backend.name == "cuda":
@@ -112,6 +172,17 @@ def export(array: Array, like: str, backend: Backend) -> Any:
     if array.dtype.name == "bfloat16":  # NumPy has no DLPack code for it
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def _export_jax(array: Array, backend: Backend, stream: Stream | None) -> Any:
+    import jax
+
+    with backend.current_stream(stream):
+        if backend.name == "cuda":
+            return jax.dlpack.from_dlpack(array)
+        if stream is not None:
+            stream.synchronize()
+        return jax.device_put(np.array(array), jax.devices("cpu")[0])
 
 
 def check_matrix(

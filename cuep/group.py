@@ -14,6 +14,7 @@ from typing import Any
 
 from cuep import layout
 from cuep.agreement import agree_on_members, together
+from cuep.arrays import View, export, view
 from cuep.backend import Array, Comm, Stream
 from cuep.config import GroupConfig
 from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, CuepError, OrderError, PeerTimeout
@@ -269,6 +270,14 @@ class Group:
         self.put_behind(chosen)
         self._last_stream = chosen
         return chosen
+
+    def view(self, array: Any, name: str, *, is_written: bool = False) -> View:
+        """An argument of the call whose stream was chosen last."""
+        return view(array, name, self.world.backend, self._last_stream, is_written=is_written)
+
+    def export(self, array: Array, framework: str) -> Any:
+        """A result of the call whose stream was chosen last, as an array of `framework`."""
+        return export(array, framework, self.world.backend, self._last_stream)
 
     def take_ticket(self, *objects: Any) -> int:
         """Number a launch, and keep what it reads and writes until the device says that it is over."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,7 +101,7 @@ class Handle:
         self._is_fresh = True  # its state on the device is still to be cleared
         self._newest = 0  # ticket of the newest launch on this handle
         self._sent: CombineCall | arrays.View | None = None  # what complete() still reads
-        self._outputs: Any = None  # what complete() returns
+        self._export: Callable[[], Any] | None = None  # makes what complete() returns
         self._exports: dict[tuple[str, str, int], Any] = {}
         backend = group.world.backend
         self.arrays: dict[str, Array] = {
@@ -174,11 +176,11 @@ class Handle:
             group.check_turn("dispatch")
             try:
                 chosen = group.choose_stream(stream, x)
-                view = arrays.view(x, "x", group.world.backend)
+                view = group.view(x, "x")
                 arrays.check_matrix(view, "x", self.num_rows, cfg.hidden, (cfg.dtype,))
                 arrays.check_rows(view, "x", cfg.row_bytes)
                 self._check_send_only(send_only)
-                into = None if out is None else arrays.view(out, "out", group.world.backend)
+                into = None if out is None else group.view(out, "out", is_written=True)
                 group.mode.prepare_dispatch(self, into)
                 if into is not None:
                     _check_apart(view, "x", _range(into), "out, which dispatch writes")
@@ -192,13 +194,13 @@ class Handle:
                 raise
             group.take_turn()
             self._newest = group.mode.dispatch(self, view, into, chosen, send_only=send_only)
-            received = self._received(arrays.framework(x), out)
+            export = partial(self._received, arrays.framework(x), out)
             self._stage = Stage.DISPATCHED
             if send_only:
                 group.begin_pending(self)
-                self._begin_pending("dispatch", view, received)
+                self._begin_pending("dispatch", view, export)
             group.leave(chosen)
-        return received
+            return export()
 
     def combine(
         self,
@@ -252,7 +254,7 @@ class Handle:
                 raise OrderError(f"combine: this handle {self._stage.value}")
             try:
                 chosen = group.choose_stream(stream, expert_out)
-                view = arrays.view(expert_out, "expert_out", group.world.backend)
+                view = group.view(expert_out, "expert_out")
                 group.mode.check_expert_out(self, view)
                 self._check_send_only(send_only)
                 call = self._combine_call(view, topk_weights, bias, row_weight_grads, out)
@@ -261,12 +263,13 @@ class Handle:
                 group.mode.refuse_combine(self, chosen)  # the peers wait for this rank's part
                 raise
             self._newest = group.mode.combine(self, call, chosen, send_only=send_only)
-            combined = self._combined(arrays.framework(expert_out), out, has_grads=row_weight_grads is not None)
+            has_grads = row_weight_grads is not None
+            export = partial(self._combined, arrays.framework(expert_out), out, has_grads=has_grads)
             self._stage = Stage.COMBINED
             if send_only:
-                self._begin_pending("combine", call, combined)
+                self._begin_pending("combine", call, export)
             group.leave(chosen)
-        return combined
+            return export()
 
     def complete(self, stream: Any = None) -> Any:
         """(ll) Receive what a send_only dispatch or combine began. Collective.
@@ -291,11 +294,12 @@ class Handle:
             like = sent.expert_out if isinstance(sent, CombineCall) else sent
             chosen = group.choose_stream(stream, None if like is None else like.owner)
             self._newest = group.mode.complete(self, chosen, sent)
-            result = self._outputs
+            assert self._export is not None
+            export = self._export
             group.end_pending(self)
-            self.pending = self._sent = self._outputs = None
+            self.pending = self._sent = self._export = None
             group.leave(chosen)
-        return result
+            return export()
 
     def combine_buffer(self, *, stream: Any = None) -> Any:
         """An array of the handle's for the experts to write, of the shape and dtype that combine takes.
@@ -366,19 +370,19 @@ class Handle:
                 self._group.mode.detach(self)
                 self.arrays, self._y_view = {}, None
                 self._exports = {}
-                self._sent = self._outputs = None
+                self._sent = self._export = None
 
     def _take_routing(self, topk_idx: Any, topk_weights: Any, num_tokens: Any) -> None:
-        backend, cfg = self._group.world.backend, self._group.cfg
-        idx = arrays.view(topk_idx, "topk_idx", backend)
+        group, cfg = self._group, self._group.cfg
+        idx = group.view(topk_idx, "topk_idx")
         arrays.check_matrix(idx, "topk_idx", None, cfg.num_topk, _TOPK_DTYPES, cfg.max_tokens_per_rank)
         _check_contiguous(idx, "topk_idx")
         weights = None
         if topk_weights is not None:
-            weights = arrays.view(topk_weights, "topk_weights", backend)
+            weights = group.view(topk_weights, "topk_weights")
             arrays.check_matrix(weights, "topk_weights", idx.shape[0], cfg.num_topk, ("float32",))
             _check_contiguous(weights, "topk_weights")
-        count = _token_count(num_tokens, idx.shape[0], backend)
+        count = _token_count(num_tokens, idx.shape[0], group)
         self.num_rows = idx.shape[0]
         self.num_tokens = count if isinstance(count, int) else self.num_rows
         self.count, self.has_device_count = (None, False) if isinstance(count, int) else (count, True)
@@ -389,7 +393,6 @@ class Handle:
     ) -> CombineCall:
         """The arguments of combine, checked; expert_out has been."""
         group, cfg = self._group, self._group.cfg
-        backend = group.world.backend
         weights = None
         if not isinstance(topk_weights, str) and topk_weights is not None:
             if cfg.reduce != "exact":
@@ -397,7 +400,7 @@ class Handle:
                     f"topk_weights: an array is allowed with reduce='exact' only, not with reduce={cfg.reduce!r},"
                     f" layout={cfg.layout!r}; allowed: 'handle', None"
                 )
-            weights = arrays.view(topk_weights, "topk_weights", backend)
+            weights = group.view(topk_weights, "topk_weights")
             arrays.check_matrix(weights, "topk_weights", self.num_rows, cfg.num_topk, ("float32",))
             _check_contiguous(weights, "topk_weights")
         elif topk_weights not in ("handle", None):
@@ -409,20 +412,20 @@ class Handle:
         biases = tuple(self._check_output_like(array, name) for array, name in zip(given, names, strict=True))
         grads = None
         if row_weight_grads is not None:
-            grads = arrays.view(row_weight_grads, "row_weight_grads", backend)
+            grads = group.view(row_weight_grads, "row_weight_grads")
             shape = group.mode.row_weight_grads_shape(self)
             arrays.check_shape(grads, "row_weight_grads", shape, ("float32",))
             _check_contiguous(grads, "row_weight_grads")
-        y = self._y_view if out is None else self._check_output_like(out, "out")
+        y = self._y_view if out is None else self._check_output_like(out, "out", is_written=True)
         if out is not None:
             for name, other in (("expert_out", expert_out), *zip(names, biases, strict=True)):
                 _check_apart(other, name, _range(y), "out, which combine writes")
         return CombineCall(expert_out, y, weights, topk_weights is not None, biases, grads)
 
-    def _check_output_like(self, array: Any, name: str) -> arrays.View:
+    def _check_output_like(self, array: Any, name: str, *, is_written: bool = False) -> arrays.View:
         """bias and out have the shape of y."""
         cfg = self._group.cfg
-        view = arrays.view(array, name, self._group.world.backend)
+        view = self._group.view(array, name, is_written=is_written)
         arrays.check_matrix(view, name, self.num_rows, cfg.hidden, (str(cfg.combine_dtype),))
         arrays.check_rows(view, name, cfg.combine_row_bytes)
         return view
@@ -431,8 +434,8 @@ class Handle:
         if send_only and self._group.cfg.mode != "ll":
             raise ArgumentError("send_only=True is not allowed with mode='ht'; allowed: False")
 
-    def _begin_pending(self, operation: str, sent: CombineCall | arrays.View, outputs: Any) -> None:
-        self.pending, self._sent, self._outputs = operation, sent, outputs
+    def _begin_pending(self, operation: str, sent: CombineCall | arrays.View, export: Callable[[], Any]) -> None:
+        self.pending, self._sent, self._export = operation, sent, export
 
     def _check_not_pending(self, call: str) -> None:
         if self.pending is not None:
@@ -442,14 +445,14 @@ class Handle:
         key = ("recv", framework, self.has_weights)
         kept: Received | None = self._exports.get(key)
         if out is not None or kept is None or kept.lease is not self.state.lease:
-            backend = self._group.world.backend
-            fields = self._group.mode.received(self)
-            exported = {
-                k: arrays.export(v, framework, backend) for k, v in fields.items() if k != "tokens" or out is None
-            }
+            group = self._group
+            fields = group.mode.received(self)
+            exported = {k: group.export(v, framework) for k, v in fields.items() if k != "tokens" or out is None}
             if out is not None:
                 return Received(**(exported | {"tokens": out}))
-            kept = self._exports[key] = Received(**exported, lease=self.state.lease)
+            kept = Received(**exported, lease=self.state.lease)
+            if arrays.is_ordered(framework):
+                self._exports[key] = kept
         return kept
 
     def _combined(self, framework: str, out: Any, *, has_grads: bool) -> Any:
@@ -458,10 +461,12 @@ class Handle:
 
     def _export_rows(self, name: str, framework: str) -> Any:
         key = (name, framework, self.num_rows)
-        if key not in self._exports:
-            rows = self.arrays[name][: self.num_rows]
-            self._exports[key] = arrays.export(rows, framework, self._group.world.backend)
-        return self._exports[key]
+        exported = self._exports.get(key)
+        if exported is None:
+            exported = self._group.export(self.arrays[name][: self.num_rows], framework)
+            if arrays.is_ordered(framework):
+                self._exports[key] = exported
+        return exported
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -475,7 +480,7 @@ def _check_contiguous(view: arrays.View, name: str) -> None:
         raise ArgumentError(f"{name} must be aligned to its elements, got address {view.address:#x}")
 
 
-def _token_count(num_tokens: Any, num_rows: int, backend: Any) -> int | arrays.View:
+def _token_count(num_tokens: Any, num_rows: int, group: Group) -> int | arrays.View:
     """num_tokens as a number of the host's, or as a view of one element on the device."""
     if num_tokens is None:
         return num_rows
@@ -485,7 +490,7 @@ def _token_count(num_tokens: Any, num_rows: int, backend: Any) -> int | arrays.V
                 f"num_tokens={num_tokens} is not allowed; allowed: 0 to {num_rows}, the rows of topk_idx"
             )
         return int(num_tokens)
-    view = arrays.view(num_tokens, "num_tokens", backend)
+    view = group.view(num_tokens, "num_tokens")
     if view.dtype not in _TOPK_DTYPES:
         raise ArgumentTypeError(f"num_tokens has dtype {view.dtype}, allowed: {', '.join(_TOPK_DTYPES)}")
     if any(size != 1 for size in view.shape):

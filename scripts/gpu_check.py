@@ -21,10 +21,19 @@ from cuep import mpiexec
 from cuep.tables import print_table
 
 ROOT = Path(__file__).resolve().parents[1]
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "timeout_method=thread"]
 FULL_SECONDS, QUICK_SECONDS = 470, 170  # under 8 and 3 minutes, with room to end the last stage
 LL_TOKENS, QUICK_LL_TOKENS, HT_TOKENS = (1, 8, 64, 128), (1, 128), 4096
+# (mode, tokens, further arguments of cuep bench), beside the plain forms
+OTHER_BENCHES = (
+    ("ll", 128, ("--layout", "rank_major")),
+    ("ll", 128, ("--reduce", "per_rank")),
+    ("ht", HT_TOKENS, ("--layout", "expert_major", "--alignment", "128")),
+)
 QUICK_SANITIZER = (("memcheck", "ll"), ("synccheck", "ht"))  # memcheck takes half a minute
-TINY_SHAPE = ["--tokens", "5", "--hidden", "264", "--experts", "8", "--topk", "3", "--iterations", "1", "--eager"]
+# as scripts/forms.py names them; all of a mode in one process, as the start takes longest
+SANITIZED = {"ll": ("ll", "ll:rank_major", "ll:expert_major:per_rank"), "ht": ("ht", "ht:expert_major:per_rank:4")}
+JOB_TESTS = ("tests/test_jobs.py", "tests/test_death.py")  # they start their ranks themselves
 
 
 @dataclass
@@ -142,8 +151,9 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
         runner.results.versions = json.loads(info.read_text())
 
     run_startup(runner, most)
-    for n in [most] if quick else [n for n in (1, 2, 4) if n <= num_gpus]:
-        run_tests(runner, n, limit_s=90 if quick else 120)
+    run_tests(runner, most, limit_s=90 if quick else 150, has_large=not quick)
+    for n in () if quick else [n for n in (1, 2) if n < most]:
+        run_tests(runner, n, limit_s=120)
     if not quick and num_gpus < 8:
         # More ranks than GPUs is slow and says nothing about speed, but 8 ranks reach what 4 do not.
         run_tests(runner, 8, limit_s=90)
@@ -151,6 +161,8 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
     for tokens in QUICK_LL_TOKENS if quick else LL_TOKENS:
         run_bench(runner, most, "ll", tokens)
     run_bench(runner, most, "ht", HT_TOKENS)
+    for mode, tokens, extra in OTHER_BENCHES:
+        run_bench(runner, most, mode, tokens, *extra)
 
     sanitizer = find_sanitizer()
     every = [(tool, mode) for tool in ("memcheck", "synccheck", "racecheck") for mode in ("ll", "ht")]
@@ -159,6 +171,8 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
     if sanitizer is None:
         print("compute-sanitizer was not found: not run")
         runner.results.sanitizer.append({"tool": None, "note": "compute-sanitizer was not found"})
+    if not quick:
+        run_job_tests(runner, limit_s=120)
 
 
 def run_startup(runner: Runner, num_ranks: int) -> None:
@@ -175,14 +189,28 @@ def run_startup(runner: Runner, num_ranks: int) -> None:
     runner.save()
 
 
-def run_tests(runner: Runner, num_ranks: int, limit_s: float) -> None:
+def run_tests(runner: Runner, num_ranks: int, limit_s: float, *, has_large: bool = False) -> None:
+    """has_large: also what takes many seconds or GB."""
     report = runner.out / f"tests_{num_ranks}.xml"
     report.unlink(missing_ok=True)
-    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "timeout_method=thread", "tests/mpi"]
-    stage, _ = runner.ranks(f"tests, {num_ranks} ranks", num_ranks, [*pytest, f"--junitxml={report}"], limit_s)
+    command = [*PYTEST, "tests/mpi", f"--junitxml={report}", *([] if has_large else ["-m", "not large"])]
+    stage, _ = runner.ranks(f"tests, {num_ranks} ranks", num_ranks, command, limit_s)
     if stage.status == 5 and not stage.note:
         stage.is_ok, stage.note = True, "no test for this number of ranks"
-    summary: dict[str, Any] = {"ranks": num_ranks, "passed": 0, "failed": 0, "skipped": 0, "failures": []}
+    add_report(runner, report, num_ranks)
+
+
+def run_job_tests(runner: Runner, limit_s: float) -> None:
+    """How jobs end, and what survivors of a rank say."""
+    report = runner.out / "tests_jobs.xml"
+    report.unlink(missing_ok=True)
+    files = [name for name in JOB_TESTS if (ROOT / name).is_file()]
+    runner.run("tests of jobs", [*PYTEST, *files, f"--junitxml={report}"], limit_s)
+    add_report(runner, report, "jobs of several")
+
+
+def add_report(runner: Runner, report: Path, ranks: int | str) -> None:
+    summary: dict[str, Any] = {"ranks": ranks, "passed": 0, "failed": 0, "skipped": 0, "failures": []}
     if report.is_file():
         for case in ET.parse(report).iter("testcase"):
             bad = [*case.iter("failure"), *case.iter("error")]
@@ -196,11 +224,12 @@ def run_tests(runner: Runner, num_ranks: int, limit_s: float) -> None:
     runner.save()
 
 
-def run_bench(runner: Runner, num_ranks: int, mode: str, tokens: int) -> None:
-    records = runner.out / f"bench_{mode}_{tokens}.json"
+def run_bench(runner: Runner, num_ranks: int, mode: str, tokens: int, *extra: str) -> None:
+    form = [word.strip("-") for word in extra]
+    records = runner.out / f"{'_'.join(['bench', mode, str(tokens), *form])}.json"
     records.unlink(missing_ok=True)
     command = [sys.executable, "-m", "cuep", "bench", mode, "--tokens", str(tokens), "--check", "--json", str(records)]
-    runner.ranks(f"bench {mode}, {tokens} tokens", num_ranks, command, 60)
+    runner.ranks(" ".join([f"bench {mode}, {tokens} tokens", *form]), num_ranks, [*command, *extra], 60)
     if records.is_file():
         runner.results.bench += json.loads(records.read_text())
     runner.save()
@@ -210,15 +239,16 @@ def run_sanitizer(runner: Runner, sanitizer: str, tool: str, mode: str, num_rank
     # Calls that return an error are no finding: NVSHMEM and CuPy probe for what they can do.
     watched = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "9"]
     watched += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    command = [*watched, sys.executable, "-m", "cuep", "bench", mode, "--check", *TINY_SHAPE]
+    command = [*watched, sys.executable, "-m", "mpi4py", str(ROOT / "scripts/forms.py"), *SANITIZED[mode]]
     # Kernels run many times slower, and peers must not give up on each other.
     stage, printed = runner.ranks(
-        f"{tool} {mode}", num_ranks, command, 60, CUEP_TIMEOUT_S="55", NVSHMEM_DISABLE_NCCL="1"
+        f"{tool} {mode}", num_ranks, command, 90, CUEP_TIMEOUT_S="55", NVSHMEM_DISABLE_NCCL="1"
     )
     errors = [int(number) for number in re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", printed)]
     if len(errors) < num_ranks and stage.is_ok:
         stage.is_ok, stage.note = False, "not every rank printed a summary"
-    record = {"tool": tool, "mode": mode, "ranks": num_ranks, "ok": stage.is_ok, "errors": sum(errors)}
+    forms = SANITIZED[mode]
+    record = {"tool": tool, "mode": mode, "forms": forms, "ranks": num_ranks, "ok": stage.is_ok, "errors": sum(errors)}
     runner.results.sanitizer.append(record)
     runner.save()
 
@@ -242,7 +272,8 @@ def show(results: Results, out: Path) -> None:
         if s["tool"]
     ]
     for record in results.bench:
-        what = f"{record['mode']} {record['op']}, {record['tokens']} tokens, {record['ranks']} ranks"
+        form = f"{record['mode']} {record['layout']} {record['reduce']}"
+        what = f"{form} {record['op']}, {record['tokens']} tokens, {record['ranks']} ranks"
         checked = "" if record["checked"] else "  NOT RIGHT"
         rows.append(["bench", what, f"{record['us_median']:.1f} us  {record['gb_per_s']} GB/s{checked}"])
     print_table("gpu_check", ["", "what", "result"], rows)

@@ -132,6 +132,10 @@ class CpuBackend:
         self._streams.add(stream)
         return stream
 
+    def current_stream(self, stream: Any) -> nullcontext[None]:
+        """NumPy has no streams."""
+        return nullcontext()
+
     def synchronize(self) -> None:
         for stream in list(self._streams):
             stream.synchronize()

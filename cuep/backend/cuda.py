@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,14 @@ class CudaBackend:
         """Zeroed when this returns, for whatever stream reads it next."""
         array = self.empty(shape, dtype, allocator)
         if array.nbytes:
-            self._context.fill_zero(array.data.ptr, array.nbytes)
+            self._context.fill_zero(array.data.ptr, array.nbytes, self._pool_stream())
         return array
 
     def clear(self, array: Array, stream: CudaStream) -> None:
         """Zero it, in stream order."""
+        pool = self.stream(None)  # an earlier owner's work on CuPy's memory may still be queued there
+        if pool.key != stream.key and not pool.is_capturing():
+            stream.wait(pool.record())
         self._context.clear(array.data.ptr, array.nbytes, stream.handle)
 
     def asarray(self, array: npt.NDArray[Any]) -> Array:
@@ -107,8 +111,13 @@ class CudaBackend:
         source = np.ascontiguousarray(array)
         result = self.empty(source.shape, source.dtype)
         if source.nbytes:
-            self._context.copy_in(result.data.ptr, source.ctypes.data, source.nbytes)
+            self._context.copy_in(result.data.ptr, source.ctypes.data, source.nbytes, self._pool_stream())
         return result
+
+    def _pool_stream(self) -> int:
+        """The stream for which CuPy's pool gives memory: an earlier owner's work on it may still be queued there."""
+        with self._context.current():
+            return int(self.xp.cuda.get_current_stream().ptr)
 
     def to_numpy(self, array: Array, stream: Any = None) -> npt.NDArray[Any]:
         """A copy on the host, after what `stream` (None: the current one) has been given so far."""
@@ -156,6 +165,16 @@ class CudaBackend:
         """A cupy.cuda.Stream that does not wait for the default stream."""
         with self._context.current():
             return self.xp.cuda.Stream(non_blocking=True)
+
+    @contextmanager
+    def current_stream(self, stream: CudaStream | None) -> Iterator[None]:
+        """Inside, CuPy works on this GPU and on `stream` (None: the one that is current)."""
+        with self._context.current():
+            if stream is None:
+                yield
+            else:
+                with self.xp.cuda.ExternalStream(stream.number):
+                    yield
 
     def synchronize(self) -> None:
         """Wait for everything on the device."""

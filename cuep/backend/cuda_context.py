@@ -91,22 +91,22 @@ class CudaContext:
         with self.current():
             check(self.driver.cuCtxSynchronize(), "waiting for the GPU")
 
-    def fill_zero(self, address: int, num_bytes: int) -> None:
-        """Complete when this returns, for whatever stream comes next."""
+    def fill_zero(self, address: int, num_bytes: int, stream: int = 0) -> None:
+        """After what is queued on `stream`; complete when this returns, for whatever stream comes next."""
         with self.current():
-            check(self.driver.cuMemsetD8(address, 0, num_bytes), "zeroing memory")
-            check(self.driver.cuCtxSynchronize(), "zeroing memory")
+            check(self.driver.cuMemsetD8Async(address, 0, num_bytes, stream), "zeroing memory")
+            check(self.driver.cuStreamSynchronize(stream), "zeroing memory")
 
     def clear(self, address: int, num_bytes: int, stream: Any) -> None:
         """Zero it, in stream order."""
         with self.current():
             check(self.driver.cuMemsetD8Async(address, 0, num_bytes, stream), "zeroing memory")
 
-    def copy_in(self, address: int, host_address: int, num_bytes: int) -> None:
-        """From the host; complete when this returns, for whatever stream comes next."""
+    def copy_in(self, address: int, host_address: int, num_bytes: int, stream: int = 0) -> None:
+        """From the host, after what is queued on `stream`; complete when this returns, for whatever comes next."""
         with self.current():
-            check(self.driver.cuMemcpyHtoD(address, host_address, num_bytes), "copying to the GPU")
-            check(self.driver.cuCtxSynchronize(), "copying to the GPU")
+            check(self.driver.cuMemcpyHtoDAsync(address, host_address, num_bytes, stream), "copying to the GPU")
+            check(self.driver.cuStreamSynchronize(stream), "copying to the GPU")
 
     def free_bytes(self) -> int:
         """GPU memory that nobody has."""
