@@ -13,7 +13,7 @@ from cuep import layout
 from cuep.arrays import View, check_rows
 from cuep.backend import Array, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
-from cuep.launching import CombineCall, ModeKernel, elem_type, set_combine, set_count
+from cuep.launching import CombineCall, KernelSpec, elem_type, load_kernels, set_combine, set_count
 from cuep.params import Constant, FastRecord
 
 if TYPE_CHECKING:
@@ -70,11 +70,16 @@ class HighThroughput:
         returned = routing | {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
         smem_bytes = group.world.backend.max_smem_bytes
         route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
-        self._route = ModeKernel(group, "route", route, routing, {}, most_blocks=_ROUTE_BLOCKS)
-        pipeline = _pipeline(cfg.row_bytes, "kNumWarps" if self._is_flat else "kNumSendWarps", 4, 3, smem_bytes)
-        self._dispatch = ModeKernel(group, "dispatch", dispatch, sent, pipeline)
-        pipeline = _pipeline(cfg.combine_row_bytes, "kNumPushWarps", 7, 2, smem_bytes) if self._is_flat else {}
-        self._combine = ModeKernel(group, "combine", combine, returned, pipeline)
+        out = _pipeline(cfg.row_bytes, "kNumWarps" if self._is_flat else "kNumSendWarps", 4, 3, smem_bytes)
+        home = _pipeline(cfg.combine_row_bytes, "kNumPushWarps", 7, 2, smem_bytes) if self._is_flat else {}
+        self._route, self._dispatch, self._combine = load_kernels(
+            group,
+            [
+                KernelSpec("route", route, routing, {}, _ROUTE_BLOCKS),
+                KernelSpec("dispatch", dispatch, sent, out),
+                KernelSpec("combine", combine, returned, home),
+            ],
+        )
         self._refusal = self._records(None)
 
     def attach(self, handle: Handle) -> HandleState:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,15 @@ def build(unit: Unit) -> Path:
     content = compilers.compile_unit(unit.name, unit.text, unit.target, unit.needs_nvshmem, include_dirs)
     stats.compiled += 1
     return cache.find(unit.name, key, suffix) or cache.publish(unit.name, key, suffix, content)
+
+
+def share_out(units: Sequence[Unit], comm: Any) -> None:
+    """Each rank compiles some of the units into the cache, for build_shared to find them there (collective). What fails
+    is left to build_shared, which tells all ranks.
+    """
+    for unit in units[comm.rank :: comm.size]:
+        _try_build(unit)
+    idle_barrier(comm)
 
 
 def build_shared(unit: Unit, comm: Any) -> Path:

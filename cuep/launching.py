@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -100,33 +100,50 @@ def address(array: Array) -> int:
     return int(array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr)
 
 
-class ModeKernel:
-    """Kernel <mode>_<op>_<variant> of a group, with the group's choice of variant and number of blocks."""
+@dataclass(frozen=True)
+class KernelSpec:
+    """What a mode asks for: an operation's kernel, by its variant unless the group's settings name another."""
 
-    def __init__(
-        self,
-        group: Group,
-        op: str,
-        default_variant: str,
-        constants: Mapping[str, Constant],
-        tunables: Mapping[str, int],
-        most_blocks: int | None = None,
-    ) -> None:
-        """most_blocks: what the kernel can use; None: as many as num_sms and the device allow."""
+    op: str
+    variant: str
+    constants: Mapping[str, Constant]
+    tunables: Mapping[str, int]
+    most_blocks: int | None = None  # what the kernel can use; None: as many as num_sms and the device allow
+
+
+def load_kernels(group: Group, specs: Sequence[KernelSpec]) -> list[ModeKernel]:
+    """The kernels of a group. Collective, where the group compiles together: the ranks share out what is to compile."""
+    backend, comm = group.world.backend, group.comm
+    chosen = []
+    for spec in specs:
+        name = _kernel_name(group, spec)
+        known = jit.tunables(name)  # a variant may have others
+        chosen.append((name, spec.constants, {key: value for key, value in spec.tunables.items() if key in known}))
+    if comm is not None:
+        units = [jit.render(name, constants, backend.target, tunables) for name, constants, tunables in chosen]
+        jit.share_out(units, comm)
+    kernels = [Kernel(backend, name, constants, comm, tunables) for name, constants, tunables in chosen]
+    return [ModeKernel(group, kernel, spec.most_blocks) for kernel, spec in zip(kernels, specs, strict=True)]
+
+
+def _kernel_name(group: Group, spec: KernelSpec) -> str:
+    mode, form = group.cfg.mode, group.cfg.settings()
+    variant = group.cfg.variants.get(spec.op, spec.variant)
+    known = jit.variants(f"{mode}_{spec.op}", form)
+    if variant not in known:
+        where = ", ".join(f"{name}={form[name]!r}" for name in ("mode", "layout", "reduce"))
+        raise ArgumentError(f"variants[{spec.op!r}]={variant!r} is not allowed; allowed with {where}: {known}")
+    return f"{mode}_{spec.op}_{variant}"
+
+
+class ModeKernel:
+    """A kernel of a group, with the group's choice of how many blocks it gets."""
+
+    def __init__(self, group: Group, kernel: Kernel, most_blocks: int | None) -> None:
         self._group = group
-        mode = group.cfg.mode
-        variant = group.cfg.variants.get(op, default_variant)
-        form = group.cfg.settings()
-        known = jit.variants(f"{mode}_{op}", form)
-        if variant not in known:
-            where = ", ".join(f"{name}={form[name]!r}" for name in ("mode", "layout", "reduce"))
-            raise ArgumentError(f"variants[{op!r}]={variant!r} is not allowed; allowed with {where}: {known}")
-        backend = group.world.backend
-        name = f"{mode}_{op}_{variant}"
-        known_tunables = jit.tunables(name)  # a variant may have others
-        chosen = {key: value for key, value in tunables.items() if key in known_tunables}
-        self._kernel = Kernel(backend, name, constants, group.comm, chosen)
-        limits = [self._kernel.max_grid, group.cfg.num_sms, most_blocks, _CPU_BLOCKS if backend.name == "cpu" else None]
+        self._kernel = kernel
+        most = _CPU_BLOCKS if group.world.backend.name == "cpu" else None
+        limits = [kernel.max_grid, group.cfg.num_sms, most_blocks, most]
         self.grid = min(limit for limit in limits if limit is not None)
 
     def record(self, values: Mapping[str, Any], *, is_complete: bool) -> FastRecord:

@@ -12,7 +12,7 @@ from cuep.arrays import View
 from cuep.backend import Array, Stream
 from cuep.config import DTYPE_BYTES
 from cuep.errors import ArgumentError, ArgumentTypeError
-from cuep.launching import CombineCall, ModeKernel, elem_type, set_combine, set_count, threads_for
+from cuep.launching import CombineCall, KernelSpec, elem_type, load_kernels, set_combine, set_count, threads_for
 from cuep.params import Constant, FastRecord
 
 if TYPE_CHECKING:
@@ -53,20 +53,16 @@ class LowLatency:
             "kRowBytes": cfg.combine_row_bytes,
             "elem_t": elem_type(str(cfg.combine_dtype)),
         }
-        self._dispatch = ModeKernel(
-            group,
-            "dispatch",
-            "rank" if is_rank_major else "direct",
-            shape | rows_out,
-            self._tunables(cfg.row_bytes),
+        dispatch = KernelSpec(
+            "dispatch", "rank" if is_rank_major else "direct", shape | rows_out, self._tunables(cfg.row_bytes)
         )
-        self._combine = ModeKernel(
-            group,
+        combine = KernelSpec(
             "combine",
             "direct" if cfg.reduce == "exact" else "partial",
             shape | rows_home | {"kIsRankMajor": is_rank_major},
             self._tunables(cfg.combine_row_bytes),
         )
+        self._dispatch, self._combine = load_kernels(group, [dispatch, combine])
         self._refusal = self._records(None)
         if "expert_offsets" in group.workspace:
             group.workspace["expert_offsets"][...] = group.world.backend.asarray(self._expert_offsets())
