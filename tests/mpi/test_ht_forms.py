@@ -343,7 +343,9 @@ def test_a_bad_token_count(world: Any, groups: Any, form: str, count: int) -> No
     step = random_step(world, group.cfg, 3, 12)
     is_bad = world.rank == world.size - 1
     error = cuep.ArgumentError if is_bad else cuep.PeerRefused
-    with pytest.raises(error, match="num_tokens on the device was not between" if is_bad else f"rank {world.size - 1} refused"):
+    with pytest.raises(
+        error, match="num_tokens on the device was not between" if is_bad else f"rank {world.size - 1} refused"
+    ):
         routed(world, group, step, None, to_device(world, np.array(count if is_bad else 12)))
         group.check()
     run_form(world, group, step).close()
