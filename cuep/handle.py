@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cuep import arrays, layout
 from cuep.backend import Array
 from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, OrderError
-from cuep.launching import CombineCall
+from cuep.launching import CombineCall, address
 from cuep.status import ROUTE, Refusal
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ class Handle:
             name: backend.empty(shape, layout.dtype_of(dtype), group.cfg.allocator)
             for name, (shape, dtype) in layout.handle_arrays(group.cfg, group.num_ranks).items()
         }
+        self.addresses = {name: address(array) for name, array in self.arrays.items()}
+        self._y_view: Any = arrays.view(self.arrays["y"], "y", backend)
         with backend.active():
             self.state: Any = group.mode.attach(self)  # the mode's own; None once closed
 
@@ -363,7 +365,7 @@ class Handle:
                     self._check_not_pending("close")
                 self.is_closed = True
                 self._group.mode.detach(self)
-                self.arrays = {}
+                self.arrays, self._y_view = {}, None
                 self._exports = {}
                 self._sent = self._outputs = None
 
@@ -412,7 +414,7 @@ class Handle:
             shape = group.mode.row_weight_grads_shape(self)
             arrays.check_shape(grads, "row_weight_grads", shape, ("float32",))
             _check_contiguous(grads, "row_weight_grads")
-        y = arrays.view(self.arrays["y"], "y", backend) if out is None else self._check_output_like(out, "out")
+        y = self._y_view if out is None else self._check_output_like(out, "out")
         if out is not None:
             for name, other in (("expert_out", expert_out), *zip(names, biases, strict=True)):
                 _check_apart(other, name, _range(y), "out, which combine writes")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from cuep import layout
 from cuep.arrays import View, check_rows
-from cuep.backend import Array, Record, Stream
+from cuep.backend import Array, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
-from cuep.launching import CombineCall, ModeKernel, address, elem_type
+from cuep.launching import CombineCall, ModeKernel, elem_type, set_combine, set_count
+from cuep.params import Constant, FastRecord
 
 if TYPE_CHECKING:
     from cuep.group import Group
@@ -29,9 +30,9 @@ _RECV_FIELDS = ("tokens", "topk_idx", "topk_weights", "source")  # of a receive 
 class HandleState:
     """Params of a handle's kernels, all but what changes from call to call, and the receive buffer that it holds."""
 
-    route: Record
-    dispatch: Record
-    combine: Record
+    route: FastRecord
+    dispatch: FastRecord
+    combine: FastRecord
     recv_range: tuple[int, int] = (0, 0)  # addresses between which dispatch writes rows
     lease: Lease | None = None
     is_lease_kept: bool = True  # False: only for a dispatch into the caller's own array
@@ -60,7 +61,7 @@ class HighThroughput:
         self._free_buffers = list(range(cfg.num_buffers))
         self._max_rows = layout.max_recv_rows(cfg, group.num_ranks)
         group.workspace["high_water"][...] = self._max_rows  # ids of a fresh buffer are no ids either
-        routing: dict[str, Any] = {
+        routing: dict[str, Constant] = {
             "kNumRanks": group.num_ranks,
             "kNumExperts": cfg.num_experts,
             "kNumTopk": cfg.num_topk,
@@ -90,11 +91,8 @@ class HighThroughput:
         record["topk_idx"] = idx.address
         record["is_int64"] = idx.dtype == "int64"
         record["topk_weights"] = 0 if weights is None else weights.address
-        record["num_tokens"] = handle.num_tokens
-        count = handle.count
-        record["num_tokens_at"] = 0 if count is None else count.address
-        record["is_count_int64"] = count is not None and count.dtype == "int64"
-        self._route.launch(record, stream, handle.arrays, idx, weights, count)
+        set_count(record, handle, handle.count)
+        self._route.launch(record, stream, handle.arrays, idx, weights, handle.count)
         handle.topk_idx = handle.topk_weights = handle.count = None
 
     def refuse_route(self, stream: Stream) -> None:
@@ -131,11 +129,12 @@ class HighThroughput:
         record["out"] = 0 if out is None else out.address
         record["out_stride"] = 0 if out is None else out.strides[0]
         record["out_rows"] = 0 if out is None else out.shape[0]
-        self._set_count(handle, record)
+        set_count(record, handle)
         state.is_out = out is not None
         ticket = self._dispatch.launch(record, stream, handle.arrays, x, out)
-        state.is_lease_kept |= stream.is_capturing()  # each replay of the graph receives into this buffer
-        self._drop_lease(handle)
+        if not state.is_lease_kept:
+            state.is_lease_kept = stream.is_capturing()  # each replay of the graph receives into this buffer
+            self._drop_lease(handle)
         return ticket
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
@@ -152,19 +151,9 @@ class HighThroughput:
 
     def combine(self, handle: Handle, call: CombineCall, stream: Stream, *, send_only: bool) -> int:
         record, grads = handle.state.combine, call.row_weight_grads
-        record["expert_out"] = call.expert_out.address
-        record["expert_out_stride"] = call.expert_out.strides[0]
-        rows = [self._max_rows, call.expert_out.shape[0], *([] if grads is None else [grads.shape[0]])]
-        record["num_rows"] = min(rows)
-        record["row_weight_grads"] = 0 if grads is None else grads.address
-        unused = [0] * (2 - len(call.bias))
-        record["bias"] = [bias.address for bias in call.bias] + unused
-        record["bias_stride"] = [bias.strides[0] for bias in call.bias] + unused
-        if "is_weighted" in (record.dtype.names or ()):
-            record["is_weighted"] = call.is_weighted
-        record["y"] = call.y.address
-        record["y_stride"] = call.y.strides[0]
-        self._set_count(handle, record)
+        set_combine(record, handle, call, call.expert_out.strides[0])
+        rows = min(self._max_rows, call.expert_out.shape[0])
+        record["num_rows"] = rows if grads is None else min(rows, grads.shape[0])
         return self._combine.launch(record, stream, handle.arrays, *call.objects())
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
@@ -206,12 +195,6 @@ class HighThroughput:
         if len(rows.shape) != 2 or rows.shape[1] != hidden:
             raise ArgumentError(f"{name} has shape {list(rows.shape)}, allowed: [rows, {hidden}]")
         check_rows(rows, name, row_bytes)
-
-    def _set_count(self, handle: Handle, record: Record) -> None:
-        record["num_tokens"] = handle.num_tokens
-        at = address(handle.arrays["state"]) + layout.STATE_NUM_TOKENS if handle.has_device_count else 0
-        record["num_tokens_at"] = at
-        record["is_count_int64"] = False
 
     def _drop_lease(self, handle: Handle) -> None:
         state = handle.state

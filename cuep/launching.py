@@ -7,15 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cuep import jit
+from cuep import jit, layout
 from cuep.arrays import View
-from cuep.backend import Array, Record, Stream
+from cuep.backend import Array, Stream
 from cuep.errors import ArgumentError, CompileError
 from cuep.kernel import Kernel
-from cuep.params import Constant
+from cuep.params import Constant, FastRecord
 
 if TYPE_CHECKING:
     from cuep.group import Group
+    from cuep.handle import Handle
 
 _CPU_BLOCKS = 4  # two cores run four ranks: more blocks would only take turns
 _PER_CALL = frozenset(
@@ -40,6 +41,46 @@ class CombineCall:
     def objects(self) -> tuple[View | None, ...]:
         """What must stay alive until the kernel has run."""
         return (self.expert_out, self.y, self.weights, *self.bias, self.row_weight_grads)
+
+
+def set_count(record: FastRecord, handle: Handle, callers: View | None = None) -> None:
+    """Where the kernel finds the number of tokens: the caller's scalar, what a kernel made of it, or in num_tokens."""
+    record["num_tokens"] = handle.num_tokens
+    if callers is not None:
+        record["num_tokens_at"] = callers.address
+        record["is_count_int64"] = callers.dtype == "int64"
+    else:
+        in_state = handle.addresses["state"] + layout.STATE_NUM_TOKENS
+        record["num_tokens_at"] = in_state if handle.has_device_count else 0
+        record["is_count_int64"] = False
+
+
+def set_combine(record: FastRecord, handle: Handle, call: CombineCall, row_stride: int) -> None:
+    """What every combine kernel is told. row_stride: bytes between the rows of expert_out."""
+    record["expert_out"] = call.expert_out.address
+    record["expert_out_stride"] = row_stride
+    record["y"] = call.y.address
+    record["y_stride"] = call.y.strides[0]
+    set_count(record, handle)
+    grads = call.row_weight_grads
+    optional = {
+        "is_weighted": call.is_weighted,
+        "bias": _pair([bias.address for bias in call.bias]),
+        "bias_stride": _pair([bias.strides[0] for bias in call.bias]),
+        "row_weight_grads": 0 if grads is None else grads.address,
+        "weight_grads": 0 if grads is None else handle.addresses["weight_grads"],
+    }
+    for name, value in optional.items():
+        if name in record.names:
+            record[name] = value
+        elif name in ("bias", "row_weight_grads") and value not in (0, (0, 0)):
+            raise ArgumentError(f"combine: this variant of the kernel does not take {name}")
+
+
+def _pair(values: list[int]) -> tuple[int, int]:
+    """Of the two biases; 0 where there is none."""
+    first, second, *_ = (*values, 0, 0)
+    return first, second
 
 
 def elem_type(dtype: str) -> str:
@@ -88,14 +129,14 @@ class ModeKernel:
         limits = [self._kernel.max_grid, group.cfg.num_sms, most_blocks, _CPU_BLOCKS if backend.name == "cpu" else None]
         self.grid = min(limit for limit in limits if limit is not None)
 
-    def record(self, values: Mapping[str, Any], *, is_complete: bool) -> Record:
+    def record(self, values: Mapping[str, Any], *, is_complete: bool) -> FastRecord:
         """Params filled by name. What is set for each call stays zero; so does all else where not `is_complete`.
 
         Raises:
             CompileError: a field that has no value.
         """
-        record = self._kernel.layout.new()
-        for name in record.dtype.names or ():
+        record = FastRecord(self._kernel.layout.new())
+        for name in record.names:
             if name in values:
                 record[name] = values[name]
             elif is_complete and name not in _PER_CALL:
@@ -103,24 +144,24 @@ class ModeKernel:
                 raise CompileError(f"kernel {self._kernel.name}: Params::{name} has no value; there are: {known}")
         return record
 
-    def launch(self, record: Record, stream: Stream, *objects: Any) -> int:
+    def launch(self, record: FastRecord, stream: Stream, *objects: Any) -> int:
         """Enqueue it; `objects` live until it has run. Returns the launch's ticket."""
         ticket = self._group.take_ticket(*objects)
         record["ticket"] = ticket
         self._kernel.launch(self.grid, record, stream)
         return ticket
 
-    def refuse(self, record: Record, stream: Stream, *objects: Any) -> None:
+    def refuse(self, record: FastRecord, stream: Stream, *objects: Any) -> None:
         """Enqueue this rank's part as one that it refuses: no tokens, and a word that tells the peers."""
         with _changed(record, num_tokens=0, num_tokens_at=0, is_send=True, is_receive=True, is_refused=True):
             self.launch(record, stream, *objects)
 
 
 @contextmanager
-def _changed(record: Record, **values: Any) -> Iterator[None]:
+def _changed(record: FastRecord, **values: Any) -> Iterator[None]:
     """Fields of a record set for one launch."""
-    names = [name for name in values if name in (record.dtype.names or ())]
-    before = {name: record[name].copy() for name in names}
+    names = [name for name in values if name in record.names]
+    before = {name: record[name] for name in names}
     for name in names:
         record[name] = values[name]
     yield

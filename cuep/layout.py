@@ -15,7 +15,7 @@ from cuep.errors import ArgumentTypeError
 ALIGNMENT = 256  # bytes; of every region of the arena
 CONTROL_BYTES = 48  # struct Control in operation.cuh
 STATE_BYTES = 40  # struct HandleState
-STATE_NUM_TOKENS = 36  # of its num_tokens
+STATE_NUM_TOKENS = 36  # bytes before its num_tokens
 REPORT_BYTES = 168  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh

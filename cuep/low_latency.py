@@ -9,9 +9,11 @@ import numpy as np
 
 from cuep import layout
 from cuep.arrays import View
-from cuep.backend import Array, Record, Stream
+from cuep.backend import Array, Stream
+from cuep.config import DTYPE_BYTES
 from cuep.errors import ArgumentError, ArgumentTypeError
-from cuep.launching import CombineCall, ModeKernel, address, elem_type, threads_for
+from cuep.launching import CombineCall, ModeKernel, elem_type, set_combine, set_count, threads_for
+from cuep.params import Constant, FastRecord
 
 if TYPE_CHECKING:
     from cuep.group import Group
@@ -21,16 +23,14 @@ _DISPATCH_REGIONS = ("rows", "headers", "weights", "flags", "counts", "totals", 
 _COMBINE_REGIONS = ("rows", "grads", "flags", "totals", "done")
 _OF_SOME_FORMS = ("row_idx", "recv_weights", "recv_topk_idx", "recv_topk_weights")  # null in the others
 _RECEIVED = ("tokens", "expert_counts", "src_rank_counts", "source", "total")
-_NEEDED = ("bias", "row_weight_grads")  # a variant without them must not ignore them
-_COUNT_IN_STATE = 36  # byte of HandleState::num_tokens
 
 
 @dataclass
 class HandleState:
     """Params of a handle's kernels, all but what changes from call to call."""
 
-    dispatch: Record
-    combine: Record
+    dispatch: FastRecord
+    combine: FastRecord
     recv_range: tuple[int, int] = (0, 0)  # addresses between which dispatch writes rows
     lease: None = None  # the arrays own their memory
 
@@ -41,10 +41,18 @@ class LowLatency:
     def __init__(self, group: Group) -> None:
         cfg = group.cfg
         self._group = group
+        self._combine_shape = layout.combine_shape(cfg, group.num_ranks)
         is_rank_major = cfg.layout == "rank_major"
-        shape = {"kNumRanks": group.num_ranks, "kNumExperts": cfg.num_experts, "kNumTopk": cfg.num_topk}
-        rows_out = {"kRowBytes": cfg.row_bytes}
-        rows_home = {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
+        shape: dict[str, Constant] = {
+            "kNumRanks": group.num_ranks,
+            "kNumExperts": cfg.num_experts,
+            "kNumTopk": cfg.num_topk,
+        }
+        rows_out: dict[str, Constant] = {"kRowBytes": cfg.row_bytes}
+        rows_home: dict[str, Constant] = {
+            "kRowBytes": cfg.combine_row_bytes,
+            "elem_t": elem_type(str(cfg.combine_dtype)),
+        }
         self._dispatch = ModeKernel(
             group,
             "dispatch",
@@ -80,7 +88,7 @@ class LowLatency:
         """Choose where rows go."""
         record, tokens = handle.state.dispatch, handle.arrays["tokens"]
         if out is None:
-            begin, row_stride = address(tokens), self._group.cfg.row_bytes
+            begin, row_stride = handle.addresses["tokens"], self._group.cfg.row_bytes
         else:
             _check_rows(out, "out", tokens.shape, self._group.cfg.dtype)
             begin, row_stride = out.address, out.strides[1]
@@ -96,14 +104,13 @@ class LowLatency:
             record["topk_weights"] = 0 if weights is None else weights.address
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
-        record["num_tokens"] = handle.num_tokens
         record["is_send"], record["is_receive"] = True, not send_only
-        _set_count(record, handle, count)
+        set_count(record, handle, count)
         ticket = self._dispatch.launch(record, stream, handle.arrays, x, out, idx, weights, count)
         if idx is not None and not stream.is_capturing():  # the copy serves the dispatches that follow
-            record["topk_idx"] = address(handle.arrays["ids"])
+            record["topk_idx"] = handle.addresses["ids"]
             record["is_int64"] = False
-            record["topk_weights"] = address(handle.arrays["weights"])
+            record["topk_weights"] = handle.addresses["weights"]
             handle.topk_idx = handle.topk_weights = handle.count = None
         return ticket
 
@@ -111,35 +118,21 @@ class LowLatency:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
-        cfg = self._group.cfg
-        shape = layout.combine_shape(cfg, self._group.num_ranks)
-        _check_rows(expert_out, "expert_out", shape, str(cfg.combine_dtype))
+        _check_rows(expert_out, "expert_out", self._combine_shape, str(self._group.cfg.combine_dtype))
 
     def row_weight_grads_shape(self, handle: Handle) -> tuple[int | None, ...]:
         cfg = self._group.cfg
-        zones, rows, _ = layout.combine_shape(cfg, self._group.num_ranks)
+        zones, rows, _ = self._combine_shape
         return (zones, rows, cfg.num_topk) if cfg.layout == "rank_major" else (zones, rows)
 
     def combine(self, handle: Handle, call: CombineCall, stream: Stream, *, send_only: bool) -> int:
         record = handle.state.combine
-        own_weights = address(handle.arrays["weights"]) if call.is_weighted else 0
-        grads = call.row_weight_grads
-        record["expert_out"] = call.expert_out.address
-        record["expert_out_stride"] = call.expert_out.strides[1]
-        record["y"] = call.y.address
-        record["y_stride"] = call.y.strides[0]
-        record["num_tokens"] = handle.num_tokens
+        set_combine(record, handle, call, call.expert_out.strides[1])
+        if call.weights is not None:
+            record["weights"] = call.weights.address
+        elif "weights" in record.names:  # "per_rank" uses those that came with the rows
+            record["weights"] = handle.addresses["weights"] if call.is_weighted else 0
         record["is_send"], record["is_receive"] = True, not send_only
-        _set_count(record, handle, None)
-        _fill(
-            record,
-            weights=own_weights if call.weights is None else call.weights.address,  # "per_rank": those of dispatch
-            is_weighted=call.is_weighted,
-            bias=_both([bias.address for bias in call.bias]),
-            bias_stride=_both([bias.strides[0] for bias in call.bias]),
-            row_weight_grads=0 if grads is None else grads.address,
-            weight_grads=0 if grads is None else address(handle.arrays["weight_grads"]),
-        )
         return self._combine.launch(record, stream, handle.arrays, *call.objects())
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
@@ -151,7 +144,7 @@ class LowLatency:
         kernel = self._dispatch if is_dispatch else self._combine
         record = handle.state.dispatch if is_dispatch else handle.state.combine
         record["is_send"], record["is_receive"] = False, True
-        _set_count(record, handle, None)
+        set_count(record, handle)
         return kernel.launch(record, stream, handle.arrays, sent)
 
     def received(self, handle: Handle) -> dict[str, Array]:
@@ -196,7 +189,7 @@ def _check_rows(view: View, name: str, shape: tuple[int, ...], dtype: str) -> No
     if view.shape != shape:
         raise ArgumentError(f"{name} has shape {list(view.shape)}, allowed: {list(shape)}")
     zone_stride, row_stride, elem_stride = view.strides
-    elem_bytes = layout.dtype_of(dtype).itemsize
+    elem_bytes = DTYPE_BYTES[dtype]
     is_even = shape[0] == 1 or zone_stride == shape[1] * row_stride
     is_row = elem_stride == elem_bytes and row_stride >= shape[2] * elem_bytes
     if not (is_even and is_row) or view.address % 16 or row_stride % 16:
@@ -204,28 +197,3 @@ def _check_rows(view: View, name: str, shape: tuple[int, ...], dtype: str) -> No
             f"{name} must have one stride for all rows, each contiguous and 16-byte aligned; "
             f"got strides {view.strides} bytes"
         )
-
-
-def _set_count(record: Record, handle: Handle, callers: View | None) -> None:
-    """Where the kernel finds the number of tokens: the caller's scalar, what dispatch made of it, or in num_tokens."""
-    if callers is not None:
-        at = callers.address
-    else:
-        at = address(handle.arrays["state"]) + _COUNT_IN_STATE if handle.has_device_count else 0
-    record["num_tokens_at"] = at
-    record["is_count_int64"] = callers is not None and callers.dtype == "int64"
-
-
-def _both(values: list[int]) -> list[int]:
-    """Of the two biases; 0 where there is none."""
-    return values + [0] * (2 - len(values))
-
-
-def _fill(record: Record, **values: Any) -> None:
-    """Set what this variant's kernel has."""
-    names = record.dtype.names or ()
-    for name, value in values.items():
-        if name in names:
-            record[name] = value
-        elif name in _NEEDED and np.any(value):
-            raise ArgumentError(f"combine: {name} is not supported by this variant of the kernel")

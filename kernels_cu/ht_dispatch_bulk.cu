@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
     if (is_skipped(p, p.state->unrouted != 0)) return;
     const Operation op = begin_operation(p, Op::kDispatch);
     Pipe pipe(smem, warp_idx(), kNumWarps);
-    if (block_any(is_stopped(op))) return stop(op);
+    if (block_any(is_broken(op))) return;
 
     const int num_rows = min(*p.total, p.max_rows);
     const bool is_refused = p.is_refused || (p.out != nullptr && p.out_rows < num_rows);  // of this rank

@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_expand(
     if (is_skipped(p, p.state->unrouted != 0)) return;
     const Operation op = begin_operation(p, Op::kDispatch);
     if (tid <= kNumRanks) recv_base[tid] = p.recv_base[tid];
-    if (block_any(is_stopped(op))) return stop(op);
+    if (block_any(is_broken(op))) return;
 
     const bool has_room = p.out == nullptr || p.out_rows >= p.expert_offsets[kNumLocalExperts];
     const bool is_refused = p.is_refused || !has_room;  // of this rank

@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_route_slots(cons
     __shared__ Places places;
     const int block = blockIdx.x, num_blocks = gridDim.x;
     const Operation op = begin_operation(p, Op::kRoute);
-    if (block_any(is_stopped(op))) return stop(op);
+    if (block_any(is_broken(op))) return;
     const Brought own = brought_tokens(p);
 
     // each block its part; with few blocks the last one has several

@@ -153,14 +153,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     __shared__ uint32_t totals[kNumRanks];
     const bool is_off_handle = p.state->refused != 0;  // asked early, used late: loads run beside one another
     const int most = most_received(p);
+    const int count = p.is_refused ? 0 : tokens_of(p);
     const Operation op = begin_phase(p, Op::kCombine);
     const int bank = bank_of(p, op);
 
     if (is_skipped(p, is_off_handle)) return;
 
     // the bank must have been read by every peer before it is written again
-    const bool is_off = is_stopped(op);
-    if (must_stop(p, op, bank, is_off)) return stop(op);
+    const bool is_off = is_broken(op);
+    if (must_stop(p, op, bank, is_off)) return;
 
     // send all that this block owes before it waits for rows
     if (p.is_send) {
@@ -173,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (p.is_receive) {
         if (!wait_totals(p, op, bank, totals)) return;
         verdict = verdict_of(p, totals);
-        const int num_tokens = verdict.refused_by < 0 ? tokens_of(p) : 0;
+        const int num_tokens = verdict.refused_by < 0 ? count : 0;
         for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
             if (!sum_token(p, op, bank, t)) return;
         }

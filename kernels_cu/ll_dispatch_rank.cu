@@ -217,8 +217,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         load_token(p, blockIdx.x, token);
         begin_outgoing(token, s.out);
     }
-    const bool is_off = is_stopped(op);
-    if (must_stop(p, op, bank, is_off)) return stop(op);
+    const bool is_off = is_broken(op);
+    if (must_stop(p, op, bank, is_off)) return;
 
     // send all that this block owes before it waits for rows
     int last = -1;  // token of this block that it sent last

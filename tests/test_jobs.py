@@ -71,8 +71,8 @@ def test_wrong_results_are_told(tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     kernel = tmp_path / "kernels_cu/ll_combine_direct.cu"
     source = kernel.read_text()
-    assert source.count("__fmul_rn(weights[first + i], term[c])") == 1
-    kernel.write_text(source.replace("__fmul_rn(weights[first + i], term[c])", "term[c]"))
+    assert source.count("add_weighted(sum, weights[first + i], v[i])") == 1
+    kernel.write_text(source.replace("add_weighted(sum, weights[first + i], v[i])", "add(sum, v[i])"))
     command = [sys.executable, "-m", "cuep", "bench", "ll", "--ranks", "2", "--check", "--iterations", "1"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "CUEP_BACKEND": "cpu"}
     result = subprocess.run(

@@ -28,6 +28,8 @@ def config(**changes: Any) -> cuep.GroupConfig:
 def test_low_latency_arena_is_small() -> None:
     """256 experts, 8 ranks, 128 tokens, 7168, bfloat16; peers need 938 MiB and more."""
     assert cuep.footprint(config(), 8)["symmetric"] < 62 * MIB
+    for change in ({"reduce": "per_rank"}, {"layout": "rank_major"}):
+        assert cuep.footprint(config(**change), 8)["symmetric"] < 52 * MIB
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])

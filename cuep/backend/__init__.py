@@ -13,8 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cuep.params import FastRecord
+
 Array = Any  # numpy.ndarray or cupy.ndarray
-Record = npt.NDArray[np.void]  # one-element structured array: a kernel's Params
+Record = npt.NDArray[np.void] | FastRecord  # a kernel's Params: a structured array of one element
 
 
 class Comm(Protocol):

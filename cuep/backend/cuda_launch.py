@@ -11,6 +11,7 @@ from cuep.backend import Record
 from cuep.backend.cuda_context import CudaContext, check
 from cuep.backend.cuda_stream import CudaStream
 from cuep.errors import DeviceError
+from cuep.params import FastRecord
 
 _STATIC_LIMIT = 48 * 1024  # dynamic shared memory beyond this must be asked for
 
@@ -95,7 +96,7 @@ class CudaFunction:
             raise DeviceError(f"{self._name}: a grid of {grid} blocks is not allowed; GPU holds 1 to {most} at once")
         with self._lock:
             if record is not self._record:
-                self._params[0] = record.ctypes.data
+                self._params[0] = record.address if isinstance(record, FastRecord) else record.ctypes.data
                 self._record = record
             config = self._configs[self.cooperative if cooperative is None else cooperative]
             config.gridDimX = grid

@@ -171,10 +171,10 @@ struct Home {
         if (tid <= kRanks) recv_base[tid] = p.recv_base[tid];
 
         // staging must have been read by its owners before it is written again
-        const bool is_off = is_stopped(op);
+        const bool is_off = is_broken(op);
         bool is_ok = true;
         if (tid < kRanks && tid != p.rank) is_ok = wait_bank_free(op, done_of(p, p.rank, tid), 1, tid);
-        if (block_any(!is_ok || is_off)) return stop(op);
+        if (block_any(!is_ok || is_off)) return;
         fence_proxy_async();  // what peers read from staging comes before the bulk copies that write it
         if (blockIdx.x == 0 && tid < kRanks) {  // pairs with the wait for totals below
             const uint32_t has_grads = p.row_weight_grads != nullptr ? kHasGrads : 0;

@@ -26,9 +26,9 @@ enum class Cause : uint32_t {
 struct Control {
     uint64_t epoch[3];   // newest epoch that each Op has taken
     uint32_t blocks[3];  // blocks of the running kernel that are through
-    uint32_t broken;     // a wait has timed out, or two kernels ran at once: the group is over
+    uint32_t broken;     // a wait has timed out, or two kernels took one epoch: the group is over
     uint32_t sent;       // blocks of the running kernel that have sent all they owe, where others wait for that
-    uint32_t busy;       // kernels of this group that run
+    uint32_t unused;
 };
 
 constexpr uint32_t kRefusalsKept = 8;
@@ -67,20 +67,21 @@ struct Operation {
     uint64_t epoch;  // of this operation; flags carry its low 32 bits
     uint32_t ticket;
     Op op;
+    bool is_new;  // this kernel takes the epoch
 };
 
 // Params is that of any kernel: all have these fields.
 template <class Params>
 CUEP_DEVICE Operation begin_operation(const Params& p, Op op) {
     const uint64_t epoch = p.control->epoch[static_cast<int>(op)] + 1;
-    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op};
+    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op, true};
 }
 
 // A kernel that only receives: the operation that the handle's last send began.
 template <class Params>
 CUEP_DEVICE Operation resume_operation(const Params& p, Op op) {
     const uint64_t epoch = p.state->epoch[static_cast<int>(op)];
-    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op};
+    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op, false};
 }
 
 constexpr int kBadTokenCount = -1;
@@ -107,21 +108,11 @@ CUEP_DEVICE void break_down(const Operation& op, Broken how, Phase phase, int pe
     st_release_sys(&report->broken, static_cast<uint32_t>(how));  // pairs with the host's read in Group.check
 }
 
-// Whether this kernel must do nothing, for block_any; then it calls stop(). Either a wait of an earlier kernel timed
-// out: its epoch never ended, so a kernel that ran now would write over what a late peer has yet to read. Or another
-// kernel of this group runs beside this one, as when two graphs are replayed in two streams: both would work in one
-// epoch. One thread looks, since another block may break the group at any time. Ask early and use the answer late: both
-// accesses are relaxed and run beside others.
-CUEP_DEVICE bool is_stopped(const Operation& op) {
-    if (threadIdx.x != 0) return false;
-    const uint32_t broken = ld_relaxed_sys(&op.control->broken);
-    const uint32_t running = blockIdx.x == 0 ? atom_add_relaxed_gpu(&op.control->busy, 1u) : 0;
-    return (broken | running) != 0;
-}
-
-// A kernel ends because it is stopped or gave up: if nobody has said why, another kernel of the group runs.
-CUEP_DEVICE void stop(const Operation& op) {
-    if (threadIdx.x == 0) break_down(op, Broken::kOverlap, Phase::kCounts, 0, 0, 0);
+// Whether the group is over, for block_any: a wait of an earlier kernel timed out. Its epoch never ended, so a kernel
+// that ran now would write over what a late peer has yet to read. One thread looks, since another block may break the
+// group at any time. Ask early and use the answer late: the load is relaxed, so it runs beside others.
+CUEP_DEVICE bool is_broken(const Operation& op) {
+    return threadIdx.x == 0 && ld_relaxed_sys(&op.control->broken) != 0;
 }
 
 // A word {epoch, value}, written and read in one access: the value cannot be of another epoch.
@@ -204,15 +195,27 @@ CUEP_DEVICE bool is_last_to_send(const Operation& op) {
     return is_last(&op.control->sent);
 }
 
+// Should two kernels work in one epoch at once, as replays of two graphs in two streams may, then each time that
+// gridDim blocks are through one of them takes itself for the last; the second finds the epoch taken.
 CUEP_DEVICE bool is_last_block(const Operation& op) {
-    return is_last(&op.control->blocks[static_cast<int>(op.op)]);
+    uint64_t newest = 0;  // asked before, so that it costs no wait of its own
+    if (threadIdx.x == 0 && op.is_new) newest = ld_relaxed_sys(&op.control->epoch[static_cast<int>(op.op)]);
+    if (!is_last(&op.control->blocks[static_cast<int>(op.op)])) return false;
+    if (threadIdx.x == 0 && op.is_new && newest + 1 != op.epoch) {
+        break_down(op,
+                   Broken::kOverlap,
+                   Phase::kCounts,
+                   0,
+                   static_cast<uint32_t>(op.epoch - 1),
+                   static_cast<uint32_t>(newest));
+    }
+    return true;
 }
 
 // One thread of the last block of every kernel. The epoch is taken by the kernel that sends.
 CUEP_DEVICE void end_kernel(const Operation& op) {
     op.control->blocks[static_cast<int>(op.op)] = 0;
     op.control->sent = 0;
-    op.control->busy = 0;
     st_relaxed_sys(&op.report->ticket, op.ticket);
 }
 
