@@ -34,7 +34,18 @@ struct Site {
     }
 };
 
-enum class Wait : uint8_t { kNone, kExited, kRelax, kSyncThreads, kSyncWarp, kShuffle, kVote, kMatch, kBulk, kMbarrier };
+enum class Wait : uint8_t {
+    kNone,
+    kExited,
+    kRelax,
+    kSyncThreads,
+    kSyncWarp,
+    kShuffle,
+    kVote,
+    kMatch,
+    kBulk,
+    kMbarrier
+};
 
 inline const char* wait_name(Wait wait) {
     constexpr const char* kNames[] = {"running",
