@@ -161,7 +161,7 @@ class HighThroughput:
         unused = [0] * (2 - len(call.bias))
         record["bias"] = [bias.address for bias in call.bias] + unused
         record["bias_stride"] = [bias.strides[0] for bias in call.bias] + unused
-        if "is_weighted" in (record.dtype.names or ()):
+        if "is_weighted" in record.names:
             record["is_weighted"] = call.is_weighted
         record["y"] = call.y.address
         record["y_stride"] = call.y.strides[0]
