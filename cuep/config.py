@@ -106,6 +106,9 @@ class GroupConfig:
                 object.__setattr__(self, name, _count(getattr(self, name), name, most))
         for name, default in _HT_ONLY.items() if self.mode == "ll" else ():
             _require(getattr(self, name) == default, name, getattr(self, name), f"{default!r} with mode='ll'")
+        if self.max_recv_tokens_per_rank is not None:
+            most, rule = self.max_recv_tokens_per_rank, f"a multiple of alignment={self.alignment}"
+            _require(most % self.alignment == 0, "max_recv_tokens_per_rank", most, rule)
         if self.layout == "flat":
             _require(self.alignment == 1, "alignment", self.alignment, f"1 {form}")
         for dtype in {self.dtype, str(self.combine_dtype)}:

@@ -331,13 +331,16 @@ class Handle:
     def num_recv_tokens(self) -> int:
         """Rows received: ll after dispatch, ht after create_handle or update. Waits for the device.
 
-        ht: how many rows dispatch(out=) needs, that is with layout="expert_major" the padding of zones, too.
+        ht: how many rows dispatch(out=) needs: those that are kept, and with layout="expert_major" the padding of
+        zones, too.
 
         Raises:
             OrderError: too early, or inside a capture. Otherwise as Group.check.
         """
-        has_zones = self._group.cfg.mode == "ht" and "expert_offsets" in self.arrays
-        return int(self._read_counts("num_recv_tokens", "expert_offsets" if has_zones else "total")[-1])
+        cfg = self._group.cfg
+        has_zones = cfg.mode == "ht" and cfg.layout == "expert_major"
+        rows = int(self._read_counts("num_recv_tokens", "expert_offsets" if has_zones else "total")[-1])
+        return rows if cfg.max_recv_tokens_per_rank is None else min(rows, cfg.max_recv_tokens_per_rank)
 
     def host_counts(self) -> npt.NDArray[np.int32]:
         """Received.expert_counts on the host, int32 [L]. Waits for the device. Raises as num_recv_tokens."""
