@@ -181,6 +181,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
         } else {
             p.high_water[p.buffer] = num_rows;
         }
-        end_operation(op);
+        end_kernel(op);
     }
 }

@@ -215,6 +215,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_expand(
     if (tid == 0) {
         p.state->refused = 0;
         if (refused_by >= 0) mark_refused(p, Op::kDispatch, refused_by, Cause::kTooFewRows);
-        end_operation(op);
+        end_kernel(op);
     }
 }

@@ -157,5 +157,5 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_route_ballot(con
             p, own.num_tokens, block - first_copier, num_blocks - first_copier);
     }
 
-    if (is_last_block(op) && threadIdx.x == 0) end_operation(op);
+    if (is_last_block(op) && threadIdx.x == 0) end_kernel(op);
 }

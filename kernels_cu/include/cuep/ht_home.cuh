@@ -207,7 +207,7 @@ struct Home {
         if (tid < kRanks && tid != p.rank) st_release_sys(done_of(p, tid, p.rank), tagged(op, 0));
         if (tid == 0) {
             if (verdict.refused_by >= 0) mark_refused(p, Op::kCombine, verdict.refused_by, verdict.own_cause);
-            end_operation(op);
+            end_kernel(op);
         }
     }
 };

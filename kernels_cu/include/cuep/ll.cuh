@@ -107,12 +107,10 @@ CUEP_DEVICE void publish_done(const Params& p, const Operation& op, int bank) {
 // One thread of the last block.
 template <class Params>
 CUEP_DEVICE void end_phase(const Params& p, const Operation& op) {
-    if (!p.is_send) {
+    if (p.is_receive) {
         end_kernel(op);
-    } else if (!p.is_receive) {
-        end_send(p, op);
     } else {
-        end_operation(op);
+        end_send(p, op);
     }
 }
 

@@ -68,21 +68,22 @@ struct Operation {
     uint64_t epoch;  // of this operation; flags carry its low 32 bits
     uint32_t ticket;
     Op op;
-    bool is_new;  // this kernel takes the epoch
+    bool is_new;              // this kernel takes the epoch
+    mutable uint64_t before;  // the epoch that it found there, in thread 0 of the last block
 };
 
 // Params is that of any kernel: all have these fields.
 template <class Params>
 CUEP_DEVICE Operation begin_operation(const Params& p, Op op) {
     const uint64_t epoch = p.control->epoch[static_cast<int>(op)] + 1;
-    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op, true};
+    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op, true, 0};
 }
 
 // A kernel that only receives: the operation that the handle's last send began.
 template <class Params>
 CUEP_DEVICE Operation resume_operation(const Params& p, Op op) {
     const uint64_t epoch = p.state->epoch[static_cast<int>(op)];
-    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op, false};
+    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op, false, 0};
 }
 
 constexpr int kBadTokenCount = -1;
@@ -183,54 +184,49 @@ CUEP_DEVICE bool block_any(bool predicate) {
 }
 
 // True in every thread of the block that counts last. What all blocks did before happens before what it does then.
+// Counters are taken back by gridDim, not set to 0: should two kernels count at once, each time that gridDim blocks are
+// through one is the last.
 CUEP_DEVICE bool is_last(uint32_t* blocks) {
     __shared__ uint32_t arrived;
     __syncthreads();
     if (threadIdx.x == 0) arrived = atom_add_acq_rel_gpu(blocks, 1u);
     __syncthreads();
-    return arrived == gridDim.x - 1;
+    return arrived % gridDim.x == gridDim.x - 1;
 }
 
 // Of a kernel whose blocks go on after sending: whether this block is the last to have sent.
 CUEP_DEVICE bool is_last_to_send(const Operation& op) {
-    return is_last(&op.control->sent);
+    const bool is_this = is_last(&op.control->sent);
+    if (is_this && threadIdx.x == 0) red_add_relaxed_gpu(&op.control->sent, 0u - gridDim.x);
+    return is_this;
 }
 
-// Should two kernels work in one epoch at once, as replays of two graphs in two streams may, then each time that
-// gridDim blocks are through one of them takes itself for the last; the second finds the epoch taken.
+// Thread 0 of the last block takes the epoch and learns which one was there; end_kernel looks at the answer, late.
 CUEP_DEVICE bool is_last_block(const Operation& op) {
-    uint64_t newest = 0;  // asked before, so that it costs no wait of its own
-    if (threadIdx.x == 0 && op.is_new) newest = ld_relaxed_sys(&op.control->epoch[static_cast<int>(op.op)]);
-    if (!is_last(&op.control->blocks[static_cast<int>(op.op)])) return false;
-    if (threadIdx.x == 0 && op.is_new && newest + 1 != op.epoch) {
-        break_down(op,
-                   Broken::kOverlap,
-                   Phase::kCounts,
-                   0,
-                   static_cast<uint32_t>(op.epoch - 1),
-                   static_cast<uint32_t>(newest));
+    const int kind = static_cast<int>(op.op);
+    const bool is_this = is_last(&op.control->blocks[kind]);
+    if (is_this && threadIdx.x == 0) {
+        red_add_relaxed_gpu(&op.control->blocks[kind], 0u - gridDim.x);
+        op.before = op.is_new ? atom_exch_relaxed_gpu(&op.control->epoch[kind], op.epoch) : op.epoch - 1;
     }
-    return true;
+    return is_this;
 }
 
-// One thread of the last block of every kernel. The epoch is taken by the kernel that sends.
+// Thread 0 of the last block of every kernel. Two kernels that worked in one epoch, as replays of two graphs in two
+// streams may, both take it; the second finds that out.
 CUEP_DEVICE void end_kernel(const Operation& op) {
-    op.control->blocks[static_cast<int>(op.op)] = 0;
-    op.control->sent = 0;
+    if (op.before + 1 != op.epoch) {
+        const uint32_t expected = static_cast<uint32_t>(op.epoch - 1), seen = static_cast<uint32_t>(op.before);
+        break_down(op, Broken::kOverlap, Phase::kCounts, 0, expected, seen);
+    }
     st_relaxed_sys(&op.report->ticket, op.ticket);
 }
 
-// One thread of the last block of a kernel that sends, alone or with the rest of the operation.
-CUEP_DEVICE void end_operation(const Operation& op) {
-    op.control->epoch[static_cast<int>(op.op)] = op.epoch;
-    end_kernel(op);
-}
-
-// One thread of the last block of a kernel that sends what another will receive.
+// Thread 0 of the last block of a kernel that sends what another will receive.
 template <class Params>
 CUEP_DEVICE void end_send(const Params& p, const Operation& op) {
     p.state->epoch[static_cast<int>(op.op)] = op.epoch;
-    end_operation(op);
+    end_kernel(op);
 }
 
 // One thread: tell the host that this launch did nothing because `rank` refused its part of an operation.
