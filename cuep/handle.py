@@ -44,7 +44,8 @@ class Received:
         source: int32, where every row comes from: (rank, token, k) [..., 3] (expert_major) or (rank, token) [..., 2].
         topk_idx: int32 [N, B, K] or [R, K] (rank_major, flat): expert of every (row, k), numbered as
             GroupConfig.expert_ids says, or -1 where it is not this rank's; ht: -1 in all rows beyond total.
-        topk_weights: float32, the same shape, 0 where topk_idx is -1; None if the handle has no weights.
+        topk_weights: float32; rank_major and flat: the shape of topk_idx, 0 where that is -1; ht expert_major: [R], the
+            weight of every row. None if the handle has no weights.
         total: int32 [1], rows that came or, with overflow="drop", would have come.
         lease: keeps a receive buffer (ht) from other handles as long as someone holds these rows.
     """

@@ -172,6 +172,8 @@ class HighThroughput:
         names = ["src_rank_counts", "expert_counts", "total"]
         names += [] if self._is_flat else ["expert_offsets", "source"]
         fields = {name: handle.arrays[name] for name in names}
+        if not self._is_flat:
+            fields["topk_weights"] = handle.arrays["row_weights"]
         if handle.state.is_out:
             if self._is_flat:
                 fields |= {name: handle.arrays[f"out_{name}"] for name in _RECV_FIELDS if name != "tokens"}

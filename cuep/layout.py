@@ -169,6 +169,7 @@ def _ht_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
         "src_rank_counts": ((local_experts, num_ranks), "int32"),
         "expert_offsets": ((local_experts + 1,), "int32"),
         "source": ((rows, 3), "int32"),
+        "row_weights": ((rows,), "float32"),
         "message_slots": ((messages, topk), "int32"),
         "message_weights": ((messages, topk), "float32"),
     }

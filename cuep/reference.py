@@ -66,7 +66,7 @@ class Dispatched:
     src_rank_counts: npt.NDArray[np.int32]  # [L, N] expert-major, else [N]
     total: int  # rows that came, or would have come
     topk_idx: npt.NDArray[np.int32] | None = None  # [R, K], not expert-major
-    topk_weights: FloatArray | None = None  # [R, K], not expert-major, with weights only
+    topk_weights: FloatArray | None = None  # with weights only; ht expert-major [R], else [R, K], ll expert-major None
 
 
 def make_inputs(
@@ -166,7 +166,13 @@ def _dispatch_zones(inputs: Inputs, rank: int, alignment: int) -> Dispatched:
     offsets = np.concatenate([[0], np.cumsum(-(-counts // alignment) * alignment)])
     expert = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(received.total) - (np.cumsum(counts) - counts)[expert]
-    return replace(received, row_idx=offsets[expert] + place, expert_offsets=offsets.astype(np.int32))
+    weights = None
+    if inputs.topk_weights[rank] is not None:
+        pairs = [weights_or_ones(inputs, src)[token, k] for src, token, k in received.source]
+        weights = np.array(pairs, np.float32)
+    return replace(
+        received, row_idx=offsets[expert] + place, expert_offsets=offsets.astype(np.int32), topk_weights=weights
+    )
 
 
 def _drop(inputs: Inputs, rank: int, received: Dispatched, max_rows: int) -> Dispatched:

@@ -41,6 +41,7 @@ struct Params {
     const int32_t* recv_base;       // [kNumRanks + 1]: first message here of each source rank
     const int32_t* expert_offsets;  // [local experts + 1]; last: rows here
     int32_t* source;                // [max_rows, 3]: rank, token, k
+    float* row_weights;             // [max_rows]
     int32_t* message_slots;         // [messages, kNumTopk]
     float* message_weights;         // [messages, kNumTopk]
     HandleState* state;
@@ -169,6 +170,7 @@ CUEP_DEVICE bool receive_message(const Params& p, const Operation& op, const Mes
         source[0] = src;
         source[1] = static_cast<int32_t>(token);
         source[2] = lane;
+        p.row_weights[slot] = __int_as_float(header.y);
     }
     const uint32_t filled = __ballot_sync(0xffffffffu, slot >= 0);
     const bool is_out = p.out != nullptr;

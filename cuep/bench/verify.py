@@ -68,7 +68,7 @@ def _compare_received(world: World, received: Any, expected: reference.Dispatche
 def _valid_rows(world: World, value: Any, expected: reference.Dispatched) -> reference.Array:
     """The rows that hold something, on the host. Taken on the device, as bits: receive tensors are much larger, and not
     every array library indexes every dtype."""
-    rows = value.reshape(-1, value.shape[-1]).view(f"u{value.dtype.itemsize}")
+    rows = (value if value.ndim == 1 else value.reshape(-1, value.shape[-1])).view(f"u{value.dtype.itemsize}")
     taken = world.backend.to_numpy(rows[world.backend.asarray(expected.row_idx)])
     bits: reference.Array = taken.view(value.dtype)
     return bits
