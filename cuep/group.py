@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from cuep import layout
 from cuep.agreement import agree_on_members, together
 from cuep.arrays import View, export, view
@@ -22,7 +24,7 @@ from cuep.handle import Handle
 from cuep.high_throughput import HighThroughput
 from cuep.launching import address
 from cuep.low_latency import LowLatency
-from cuep.status import Cause, Report
+from cuep.status import OPERATIONS, Cause, Report
 from cuep.world import World
 
 _serials = itertools.count()
@@ -122,6 +124,7 @@ class Group:
             for name, (shape, dtype) in layout.workspace_arrays(self.cfg, self.num_ranks).items()
         }
         self.workspace["control"][:3] = start_epoch
+        self._start_epoch = start_epoch
         self.report = Report(backend.pinned(layout.REPORT_BYTES), self.rank)
 
     def handle_values(self, handle: Handle | None) -> dict[str, Any]:
@@ -221,7 +224,7 @@ class Group:
     def begin(self) -> Stream:
         """Start a call; returns the stream for a refusal, should the call's own stream not be known. Hold `lock`."""
         self._check_usable()
-        if self.report.is_broken:
+        if self.report.has_timed_out:
             self._break_down()
         self._release_finished()
         return self.fallback_stream()
@@ -305,12 +308,26 @@ class Group:
                     raise OrderError(f"{call} waits for the device, which a stream capture does not allow")
                 self._last_stream.synchronize()
             self.raise_pending()
+            self._check_epochs()
             self._release_finished()
             yield
 
+    def _check_epochs(self) -> None:
+        """Each epoch must have been taken once. The stream has been waited for."""
+        control = self.world.backend.to_numpy(self.workspace["control"], self._last_stream)
+        num_epochs = control[3:5].view(np.uint32)[:3].astype(np.int64)
+        newest = (control[:3] - np.uint64(self._start_epoch)).astype(np.int64)
+        for operation, taken, count in zip(OPERATIONS, num_epochs, newest, strict=True):
+            if (taken - count) % 2**32:
+                self._broken = OrderError(
+                    f"{operation}: two operations of this group ran at once on rank {self.rank}; replays of graphs and"
+                    " eager calls of one group must follow one another. The group can only be closed now"
+                )
+                raise self._broken
+
     def raise_pending(self) -> None:
         """Raise what the device has reported so far; does not wait."""
-        if self.report.is_broken:
+        if self.report.has_timed_out:
             self._break_down()
         error: CuepError | None = None
         for refusal in self.report.take_refusals():
@@ -324,7 +341,7 @@ class Group:
             raise error
 
     def _break_down(self) -> None:
-        self._broken = self.report.breakdown(self._timeout_s)
+        self._broken = self.report.timeout(self._timeout_s)
         raise self._broken
 
     def _check_usable(self) -> None:

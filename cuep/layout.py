@@ -13,7 +13,7 @@ from cuep.config import GroupConfig
 from cuep.errors import ArgumentTypeError
 
 ALIGNMENT = 256  # bytes; of every region of the arena
-CONTROL_BYTES = 48  # struct Control in operation.cuh
+CONTROL_BYTES = 56  # struct Control in operation.cuh
 STATE_BYTES = 40  # struct HandleState
 STATE_NUM_TOKENS = 36  # bytes before its num_tokens
 REPORT_BYTES = 168  # struct Report

@@ -17,11 +17,10 @@ ROUTE = OPERATIONS[0]
 _PHASES = ("reuse of a buffer that the peer reads", "counts of the peer", "rows of the peer")  # enum Phase
 _REFUSALS_KEPT = 8  # kRefusalsKept
 
-_FIELDS = "broken op phase peer expected seen epoch num_bad_ids ticket num_refused".split()
+_FIELDS = "timed_out op phase peer expected seen epoch num_bad_ids ticket num_refused".split()
 _DTYPE = np.dtype([*((name, "u4") for name in _FIELDS), ("refusals", "u4", (_REFUSALS_KEPT, 4))])
 assert _DTYPE.itemsize == REPORT_BYTES
-_BROKEN, _TICKET = _FIELDS.index("broken"), _FIELDS.index("ticket")
-_OVERLAP = 2  # enum Broken
+_TIMED_OUT, _TICKET = _FIELDS.index("timed_out"), _FIELDS.index("ticket")
 
 
 class Cause(enum.IntEnum):
@@ -101,23 +100,17 @@ class Report:
         return int(self._memory.ctypes.data)
 
     @property
-    def is_broken(self) -> bool:
-        return self._raw[_BROKEN] != 0
+    def has_timed_out(self) -> bool:
+        return self._raw[_TIMED_OUT] != 0
 
     @property
     def ticket(self) -> int:
         """Of the last launch that is over."""
         return self._raw[_TICKET]
 
-    def breakdown(self, timeout_s: float) -> CuepError:
-        """Why the group broke down."""
+    def timeout(self, timeout_s: float) -> PeerTimeout:
+        """The error of the wait that ran out of time."""
         words = self._words
-        if words["broken"] == _OVERLAP:
-            return OrderError(
-                f"{OPERATIONS[int(words['op'])]}: two operations of this group ran at once on rank {self._rank};"
-                " replays of graphs and eager calls of one group must follow one another."
-                " The group can only be closed now"
-            )
         awaited = _PHASES[int(words["phase"])].replace("the peer", f"rank {int(words['peer'])}")
         return PeerTimeout(
             f"{OPERATIONS[int(words['op'])]}: rank {self._rank} waited more than {timeout_s:g} s for the {awaited} "

@@ -158,11 +158,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const int bank = bank_of(p, op);
 
     if (is_skipped(p, is_off_handle)) return;
-    if (is_bank_taken(p, op, bank)) return refuse_combine(p);
 
     // the bank must have been read by every peer before it is written again
     const bool is_off = is_broken(op);
-    if (must_stop(p, op, bank, is_off)) return;
+    const Bank found = wait_bank(p, op, bank, is_off);
+    if (found == Bank::kStop) return;
+    if (found == Bank::kTaken) return refuse_combine(p);
 
     // send all that this block owes before it waits for rows
     if (p.is_send) {

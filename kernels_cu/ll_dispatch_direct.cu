@@ -268,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         begin_places(token, s);
     }
     const bool is_off = is_broken(op);
-    if (must_stop(p, op, bank, is_off)) return;
+    if (wait_bank(p, op, bank, is_off) == Bank::kStop) return;  // the host allows no kTaken
 
     // send all that this block owes before it waits for rows
     int last = -1;  // token of this block that it sent last

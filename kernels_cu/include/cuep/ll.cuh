@@ -56,24 +56,27 @@ CUEP_DEVICE uint4* staged_row(const Params& p, int dst, int bank, int src, int64
     return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kRowBytes);
 }
 
-// Before a send: every peer must have read what was last in the bank. True for all threads: this kernel is to stop.
+// What a kernel that sends finds in its bank, for all threads alike.
+enum class Bank { kFree, kTaken, kStop };
+
+// Before a send: waits until every peer has read what was last in the bank. kTaken: this rank itself has yet to receive
+// it, and so have all ranks, as they do the same operations in the same order; only the device knows which of them a
+// refusal made none. kStop: the group is over.
 template <class Params>
-CUEP_DEVICE bool must_stop(const Params& p, const Operation& op, int bank, bool is_off) {
+CUEP_DEVICE Bank wait_bank(const Params& p, const Operation& op, int bank, bool is_off) {
+    __shared__ bool is_taken;
     const int tid = threadIdx.x;
     bool is_ok = true;
-    if (p.is_send && tid < kNumRanks && tid != p.rank) {
-        is_ok = wait_bank_free(op, done_of(p, p.rank, bank, tid), p.num_banks, tid);
+    if (p.is_send && tid < kNumRanks) {
+        const uint64_t own = ld_relaxed_sys(done_of(p, p.rank, bank, p.rank));
+        const uint64_t* peers = done_of(p, p.rank, bank, tid);
+        const uint64_t seen = ld_acquire_sys(peers);  // both are asked before either is looked at
+        const bool is_own_free = is_in_window(op, own, p.num_banks);
+        if (tid == p.rank) is_taken = !is_own_free;
+        if (is_own_free && !is_in_window(op, seen, p.num_banks)) is_ok = wait_bank_free(op, peers, p.num_banks, tid);
     }
-    return block_any(!is_ok || is_off);
-}
-
-// Before a combine that sends: whether this rank has yet to receive what is in the bank. So it is on all ranks, as they
-// do the same operations in the same order; and only the device knows which of them a refusal made none.
-template <class Params>
-CUEP_DEVICE bool is_bank_taken(const Params& p, const Operation& op, int bank) {
-    if (!p.is_send) return false;
-    const uint32_t oldest = static_cast<uint32_t>(op.epoch) - p.num_banks;
-    return epoch_of(ld_relaxed_sys(done_of(p, p.rank, bank, p.rank))) - oldest > p.num_banks;
+    if (block_any(!is_ok || is_off)) return Bank::kStop;
+    return p.is_send && is_taken ? Bank::kTaken : Bank::kFree;
 }
 
 // What every rank says of its part, into shared memory: how much it sends, or kRefused. False: gave up.

@@ -25,18 +25,18 @@ enum class Cause : uint32_t {
 // Device memory of one rank, one per group. Only the last block of a kernel writes epochs, so that every block of one
 // kernel reads the same.
 struct Control {
-    uint64_t epoch[3];   // newest epoch that each Op has taken
-    uint32_t blocks[3];  // blocks of the running kernel that are through
-    uint32_t broken;     // a wait has timed out, or two kernels took one epoch: the group is over
-    uint32_t sent;       // blocks of the running kernel that have sent all they owe, where others wait for that
-    uint32_t unused;
+    uint64_t epoch[3];       // newest epoch that each Op has taken
+    uint32_t num_epochs[3];  // how many were taken, since the group's first
+    uint32_t blocks[3];      // blocks of the running kernel that are through
+    uint32_t broken;         // a wait has timed out: the group is over
+    uint32_t sent;           // blocks of the running kernel that have sent all they owe, where others wait for that
 };
 
 constexpr uint32_t kRefusalsKept = 8;
 
 // Host memory of one rank that the host reads without waiting (cuep/status.py).
 struct Report {
-    uint32_t broken;  // a Broken when the next six words are complete
+    uint32_t timed_out;  // 1 when the next six words are complete
     uint32_t op, phase, peer, expected, seen, epoch;
     uint32_t num_bad_ids;  // topk_idx entries outside [-1, num_experts)
     uint32_t ticket;       // of the last launch that is over: the host may let go of what it read
@@ -48,9 +48,6 @@ struct Report {
         uint32_t detail;  // kOverflow: rows that `rank` would receive
     } refusals[kRefusalsKept];
 };
-
-// How a group broke down.
-enum class Broken : uint32_t { kNo = 0, kTimeout = 1, kOverlap = 2 };
 
 // Device memory of one handle.
 struct HandleState {
@@ -68,22 +65,21 @@ struct Operation {
     uint64_t epoch;  // of this operation; flags carry its low 32 bits
     uint32_t ticket;
     Op op;
-    bool is_new;              // this kernel takes the epoch
-    mutable uint64_t before;  // the epoch that it found there, in thread 0 of the last block
+    bool is_new;  // this kernel takes the epoch
 };
 
 // Params is that of any kernel: all have these fields.
 template <class Params>
 CUEP_DEVICE Operation begin_operation(const Params& p, Op op) {
     const uint64_t epoch = p.control->epoch[static_cast<int>(op)] + 1;
-    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op, true, 0};
+    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op, true};
 }
 
 // A kernel that only receives: the operation that the handle's last send began.
 template <class Params>
 CUEP_DEVICE Operation resume_operation(const Params& p, Op op) {
     const uint64_t epoch = p.state->epoch[static_cast<int>(op)];
-    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op, false, 0};
+    return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op, false};
 }
 
 constexpr int kBadTokenCount = -1;
@@ -95,19 +91,6 @@ CUEP_DEVICE int tokens_of(const Params& p) {
     const int64_t count = p.is_count_int64 ? *reinterpret_cast<const int64_t*>(p.num_tokens_at)
                                            : int64_t{*reinterpret_cast<const int32_t*>(p.num_tokens_at)};
     return count < 0 || count > p.num_tokens ? kBadTokenCount : static_cast<int>(count);
-}
-
-// Tell the host how the group broke down; the first one to find out does.
-CUEP_DEVICE void break_down(const Operation& op, Broken how, Phase phase, int peer, uint32_t expected, uint32_t seen) {
-    if (atom_cas_acq_rel_gpu(&op.control->broken, 0u, 1u) != 0u) return;
-    Report* report = op.report;
-    report->op = static_cast<uint32_t>(op.op);
-    report->phase = static_cast<uint32_t>(phase);
-    report->peer = static_cast<uint32_t>(peer);
-    report->expected = expected;
-    report->seen = seen;
-    report->epoch = static_cast<uint32_t>(op.epoch);
-    st_release_sys(&report->broken, static_cast<uint32_t>(how));  // pairs with the host's read in Group.check
 }
 
 // Whether the group is over, for block_any: a wait of an earlier kernel timed out. Its epoch never ended, so a kernel
@@ -132,7 +115,16 @@ CUEP_DEVICE bool give_up(
     const uint64_t now = now_ns();
     if (since_ns == 0) since_ns = now;
     if (now - since_ns < op.timeout_ns) return false;
-    break_down(op, Broken::kTimeout, phase, peer, expected, seen);
+    if (atom_cas_acq_rel_gpu(&op.control->broken, 0u, 1u) == 0u) {
+        Report* report = op.report;
+        report->op = static_cast<uint32_t>(op.op);
+        report->phase = static_cast<uint32_t>(phase);
+        report->peer = static_cast<uint32_t>(peer);
+        report->expected = expected;
+        report->seen = seen;
+        report->epoch = static_cast<uint32_t>(op.epoch);
+        st_release_sys(&report->timed_out, 1u);  // pairs with the host's read in Group.check
+    }
     return true;
 }
 
@@ -164,6 +156,11 @@ CUEP_DEVICE bool wait_word(const Operation& op, const uint64_t* word, int peer, 
     return wait_tagged<false>(op, word, Phase::kCounts, peer, value);
 }
 
+// Whether a done word says that a bank of this epoch may be written.
+CUEP_DEVICE bool is_in_window(const Operation& op, uint64_t done, uint32_t num_banks) {
+    return epoch_of(done) - (static_cast<uint32_t>(op.epoch) - num_banks) <= num_banks;
+}
+
 // Waits until `peer` has read what this rank wrote `num_banks` epochs ago, so that the bank may be written again.
 // A window, not "at least". It holds this very epoch too: a block that starts late may find peers that have everything
 // from the other blocks of its rank and are through.
@@ -171,9 +168,10 @@ CUEP_DEVICE bool wait_bank_free(const Operation& op, const uint64_t* done, uint3
     uint64_t since_ns = 0;
     const uint32_t oldest = static_cast<uint32_t>(op.epoch) - num_banks;
     for (uint32_t spin = 1;; spin++) {
-        const uint32_t seen = epoch_of(ld_acquire_sys(done));  // pairs with the store of done words by the peer
-        if (seen - oldest <= num_banks) return true;
-        if (spin % kSpinsPerClock == 0 && give_up(op, Phase::kReuse, peer, oldest, seen, since_ns)) return false;
+        const uint64_t seen = ld_acquire_sys(done);  // pairs with the store of done words by the peer
+        if (is_in_window(op, seen, num_banks)) return true;
+        if (spin % kSpinsPerClock == 0 && give_up(op, Phase::kReuse, peer, oldest, epoch_of(seen), since_ns))
+            return false;
         relax();
     }
 }
@@ -201,23 +199,18 @@ CUEP_DEVICE bool is_last_to_send(const Operation& op) {
     return is_this;
 }
 
-// Thread 0 of the last block takes the epoch and learns which one was there; end_kernel looks at the answer, late.
 CUEP_DEVICE bool is_last_block(const Operation& op) {
-    const int kind = static_cast<int>(op.op);
-    const bool is_this = is_last(&op.control->blocks[kind]);
-    if (is_this && threadIdx.x == 0) {
-        red_add_relaxed_gpu(&op.control->blocks[kind], 0u - gridDim.x);
-        op.before = op.is_new ? atom_exch_relaxed_gpu(&op.control->epoch[kind], op.epoch) : op.epoch - 1;
-    }
-    return is_this;
+    return is_last(&op.control->blocks[static_cast<int>(op.op)]);
 }
 
-// Thread 0 of the last block of every kernel. Two kernels that worked in one epoch, as replays of two graphs in two
-// streams may, both take it; the second finds that out.
+// One thread of the last block of every kernel; the epoch is taken by the kernel that sends. Should two kernels have
+// worked in one epoch, as replays of two graphs in two streams may, both count it, and Group.check sees too many.
 CUEP_DEVICE void end_kernel(const Operation& op) {
-    if (op.before + 1 != op.epoch) {
-        const uint32_t expected = static_cast<uint32_t>(op.epoch - 1), seen = static_cast<uint32_t>(op.before);
-        break_down(op, Broken::kOverlap, Phase::kCounts, 0, expected, seen);
+    const int kind = static_cast<int>(op.op);
+    red_add_relaxed_gpu(&op.control->blocks[kind], 0u - gridDim.x);
+    if (op.is_new) {
+        op.control->epoch[kind] = op.epoch;
+        red_add_relaxed_gpu(&op.control->num_epochs[kind], 1u);
     }
     st_relaxed_sys(&op.report->ticket, op.ticket);
 }

@@ -36,10 +36,6 @@
     CUEP_DEVICE void name(uint32_t* ptr, uint32_t value) { \
         cpu::scoped_add<__ATOMIC_##order>(ptr, value);     \
     }
-#define CUEP_ATOM_EXCH(name, ptx, order)                           \
-    CUEP_DEVICE uint64_t name(uint64_t* ptr, uint64_t value) {     \
-        return cpu::scoped_exchange<__ATOMIC_##order>(ptr, value); \
-    }
 #define CUEP_ATOM_CAS(name, ptx, order)                                                \
     CUEP_DEVICE uint32_t name(uint32_t* ptr, uint32_t expected, uint32_t desired) {    \
         return cpu::scoped_compare_exchange<__ATOMIC_##order>(ptr, expected, desired); \
@@ -77,12 +73,6 @@
     CUEP_DEVICE void name(uint32_t* ptr, uint32_t value) {                                      \
         asm volatile("red." ptx ".global.add.u32 [%0], %1;" ::"l"(ptr), "r"(value) : "memory"); \
     }
-#define CUEP_ATOM_EXCH(name, ptx, order)                                                                          \
-    CUEP_DEVICE uint64_t name(uint64_t* ptr, uint64_t value) {                                                    \
-        uint64_t old;                                                                                             \
-        asm volatile("atom." ptx ".global.exch.b64 %0, [%1], %2;" : "=l"(old) : "l"(ptr), "l"(value) : "memory"); \
-        return old;                                                                                               \
-    }
 #define CUEP_ATOM_CAS(name, ptx, order)                                             \
     CUEP_DEVICE uint32_t name(uint32_t* ptr, uint32_t expected, uint32_t desired) { \
         uint32_t old;                                                               \
@@ -107,11 +97,9 @@ CUEP_STORE(st_relaxed_sys, "relaxed.sys", RELAXED)
 CUEP_STORE(st_release_sys, "release.sys", RELEASE)
 CUEP_STORE(st_release_gpu, "release.gpu", RELEASE)
 CUEP_ATOM_ADD(atom_add_relaxed_sys, "relaxed.sys", RELAXED)
-CUEP_ATOM_ADD(atom_add_relaxed_gpu, "relaxed.gpu", RELAXED)
 CUEP_ATOM_ADD(atom_add_acq_rel_gpu, "acq_rel.gpu", ACQ_REL)
 CUEP_RED_ADD(red_add_relaxed_gpu, "relaxed.gpu", RELAXED)
 CUEP_RED_ADD(red_add_release_sys, "release.sys", RELEASE)
-CUEP_ATOM_EXCH(atom_exch_relaxed_gpu, "relaxed.gpu", RELAXED)
 CUEP_ATOM_CAS(atom_cas_relaxed_sys, "relaxed.sys", RELAXED)
 CUEP_ATOM_CAS(atom_cas_acq_rel_gpu, "acq_rel.gpu", ACQ_REL)
 CUEP_FENCE(fence_acq_rel_sys, "acq_rel.sys", ACQ_REL)
@@ -190,6 +178,5 @@ CUEP_DEVICE void store_16(uint4* ptr, uint4 value) {
 #undef CUEP_STORE
 #undef CUEP_ATOM_ADD
 #undef CUEP_RED_ADD
-#undef CUEP_ATOM_EXCH
 #undef CUEP_ATOM_CAS
 #undef CUEP_FENCE

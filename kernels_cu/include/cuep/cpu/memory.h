@@ -53,13 +53,6 @@ T scoped_add(T* ptr, T value) {
 }
 
 template <int kOrder, class T>
-T scoped_exchange(T* ptr, T value) {
-    delay_point();
-    current->block->note_progress();
-    return __atomic_exchange_n(ptr, value, kOrder);
-}
-
-template <int kOrder, class T>
 T scoped_compare_exchange(T* ptr, T expected, T desired) {
     constexpr int kOrderOnFailure = kOrder == __ATOMIC_ACQ_REL ? __ATOMIC_ACQUIRE : kOrder;
     delay_point();
