@@ -156,19 +156,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const int count = p.is_refused ? 0 : tokens_of(p);
     const Operation op = begin_phase(p, Op::kCombine);
     const int bank = bank_of(p, op);
+    const BankLook look = look_at_bank(p, bank);
 
     if (is_skipped(p, is_off_handle)) return;
 
     // the bank must have been read by every peer before it is written again
     const bool is_off = is_broken(op);
-    const Bank found = wait_bank(p, op, bank, is_off);
+    const Bank found = wait_bank(p, op, bank, look, is_off);
     if (found == Bank::kStop) return;
     if (found == Bank::kTaken) return refuse_combine(p);
 
     // send all that this block owes before it waits for rows
     if (p.is_send) {
         if (blockIdx.x == gridDim.x - 1) publish_totals(p, op, bank);
-        send_answers(p, most, [&](int src, int slot) { send_answer(p, op, bank, src, slot); });
+        if constexpr (kNumPeers > 0) {
+            for (int u = blockIdx.x; u < most * kNumPeers; u += gridDim.x) {
+                const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
+                if (slot < p.num_rows[src]) send_answer(p, op, bank, src, slot);
+            }
+        }
     }
 
     // every rank says how much it sends, or that it refused; then the sums, token by token as they arrive

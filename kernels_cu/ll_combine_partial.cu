@@ -118,27 +118,57 @@ CUEP_DEVICE int64_t grad_row(const Params& p, int64_t at) {
     return p.row_idx[i];
 }
 
-// Sends this rank's part of one received token home.
-CUEP_DEVICE void send_answer(const Params& p, const Operation& op, int bank, int src, int slot) {
-    const int64_t at = static_cast<int64_t>(src) * p.max_tokens + slot;
-    const int64_t token = p.token_idx[at];
+// What this block sends: of each of its received rows, low slots first and peers interleaved, this rank's part. A row
+// is loaded before the flag of the one before it is released, and the first before anything is waited for.
+struct Answer {
+    int unit;    // of kNumPeers * slots; the first that is a row, or beyond all
+    int src;     // whose token it is
+    int64_t at;  // src * max_tokens + slot
+    int32_t token;
+    uint4 part[kVecsPerThread];  // this thread's pieces
+};
+
+// To the first row from answer.unit on. False: there is none.
+CUEP_DEVICE bool find_answer(const Params& p, int most, Answer& answer) {
+    if constexpr (kNumPeers > 0) {
+        for (; answer.unit < most * kNumPeers; answer.unit += gridDim.x) {
+            answer.src = (p.rank + 1 + answer.unit % kNumPeers) % kNumRanks;
+            const int slot = answer.unit / kNumPeers;
+            answer.at = static_cast<int64_t>(answer.src) * p.max_tokens + slot;
+            if (slot < p.num_rows[answer.src]) return true;
+        }
+    }
+    return false;
+}
+
+CUEP_DEVICE void load_answer(const Params& p, Answer& answer) {
+    answer.token = p.token_idx[answer.at];
     Partial partial;
-    find_partial(p, at, partial);
-    uint4* home = staged_row(p, src, bank, p.rank, token);
-    uint4 v[kVecsPerThread];
+    find_partial(p, answer.at, partial);
 #pragma unroll
     for (int j = 0; j < kVecsPerThread; j++) {
         const int vec = threadIdx.x + j * kNumThreads;
-        if (vec < kRowVecs) v[j] = partial_sum(partial, vec);
+        if (vec < kRowVecs) answer.part[j] = partial_sum(partial, vec);
     }
+}
+
+CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, bool is_any, Answer& answer) {
+    const int tid = threadIdx.x;
+    while (is_any) {
+        const int src = answer.src;
+        const int32_t token = answer.token;
+        uint4* home = staged_row(p, src, bank, p.rank, token);
 #pragma unroll
-    for (int j = 0; j < kVecsPerThread; j++) {
-        const int vec = threadIdx.x + j * kNumThreads;
-        if (vec < kRowVecs) store_16(home + vec, v[j]);
+        for (int j = 0; j < kVecsPerThread; j++) {
+            if (tid + j * kNumThreads < kRowVecs) store_16(home + tid + j * kNumThreads, answer.part[j]);
+        }
+        if (p.row_weight_grads != nullptr && tid < kNumTopk) send_grad(p, src, bank, token, grad_row(p, answer.at));
+        answer.unit += gridDim.x;
+        is_any = find_answer(p, most, answer);
+        if (is_any) load_answer(p, answer);
+        __syncthreads();
+        if (tid == 0) st_release_sys(flag_of(p, src, bank, p.rank, token), tagged(op, 0));  // pairs with wait_ranks
     }
-    if (p.row_weight_grads != nullptr && threadIdx.x < kNumTopk) send_grad(p, src, bank, token, grad_row(p, at));
-    __syncthreads();
-    if (threadIdx.x == 0) st_release_sys(flag_of(p, src, bank, p.rank, token), tagged(op, 0));  // pairs with wait_ranks
 }
 
 // y[t]: waits for the ranks that answer token t, then adds in order of rank. False: gave up.
@@ -191,19 +221,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const int count = p.is_refused ? 0 : tokens_of(p);
     const Operation op = begin_phase(p, Op::kCombine);
     const int bank = bank_of(p, op);
+    const BankLook look = look_at_bank(p, bank);
 
     if (is_skipped(p, is_off_handle)) return;
 
-    // the bank must have been read by every peer before it is written again
+    // the bank must have been read by every peer before it is written again; meanwhile the first row comes in
+    Answer answer;
+    answer.unit = blockIdx.x;
+    const bool is_any = find_answer(p, most, answer);
+    if (is_any) load_answer(p, answer);
     const bool is_off = is_broken(op);
-    const Bank found = wait_bank(p, op, bank, is_off);
+    const Bank found = wait_bank(p, op, bank, look, is_off);
     if (found == Bank::kStop) return;
     if (found == Bank::kTaken) return refuse_combine(p);
 
     // send all that this block owes before it waits for rows
     if (p.is_send) {
         if (blockIdx.x == gridDim.x - 1) publish_totals(p, op, bank);
-        send_answers(p, most, [&](int src, int slot) { send_answer(p, op, bank, src, slot); });
+        send_answers(p, op, bank, most, is_any, answer);
     }
 
     // every rank says how much it sends, or that it refused; then the sums, token by token as they arrive

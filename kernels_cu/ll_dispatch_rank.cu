@@ -77,7 +77,8 @@ CUEP_DEVICE int2 header_for(const Outgoing& out, int dst, int k) {
 }
 
 // All tokens of this block. Returns the last, which is still in registers, or -1.
-CUEP_DEVICE int send_tokens(const Params& p, const Operation& op, int bank, int num_tokens, Token& token, Shared& s) {
+CUEP_DEVICE int send_tokens(
+    const Params& p, const Operation& op, int bank, int num_tokens, const Earlier& earlier, Token& token, Shared& s) {
     int last = -1;
     for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
         if (last >= 0) {
@@ -86,7 +87,7 @@ CUEP_DEVICE int send_tokens(const Params& p, const Operation& op, int bank, int 
             begin_outgoing(token, s.out);
             __syncthreads();
         }
-        count_before(p, t, s.out, [](const int32_t (&)[kNumTopk]) {});
+        count_before(p, t, earlier, s.out, [](const int32_t (&)[kNumTopk]) {});
         send_token(p, op, bank, t, token, s.out, [&](int dst, int k) {
             header_of(p, dst, bank, p.rank, s.out.slot[dst])[k] = header_for(s.out, dst, k);
         });
@@ -207,24 +208,27 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const bool is_writer = blockIdx.x == gridDim.x - 1;  // of counts: the block with the fewest tokens
     const Operation op = begin_phase(p, Op::kDispatch);
     const int bank = bank_of(p, op);
+    const BankLook look = look_at_bank(p, bank);
     const int count = p.is_refused ? 0 : tokens_of(p);
     const int num_tokens = max(count, 0);
 
     // the bank must have been read by every peer before it is written again; meanwhile the first token comes in
     Token token;
+    Earlier earlier;
     token.rank_mask = 0;
     if (p.is_send && static_cast<int>(blockIdx.x) < num_tokens) {
         load_token(p, blockIdx.x, token);
+        load_earlier(p, num_tokens, earlier);
         begin_outgoing(token, s.out);
     }
     const bool is_off = is_broken(op);
-    if (wait_bank(p, op, bank, is_off) == Bank::kStop) return;  // the host allows no kTaken
+    if (wait_bank(p, op, bank, look, is_off) == Bank::kStop) return;  // the host allows no kTaken
 
     // send all that this block owes before it waits for rows
     int last = -1;  // token of this block that it sent last
     if (p.is_send) {
         if (is_writer) publish_counts(p, op, bank, count, p.max_tokens * kNumTopk, s.counts);
-        last = send_tokens(p, op, bank, num_tokens, token, s);
+        last = send_tokens(p, op, bank, num_tokens, earlier, token, s);
         __syncthreads();
     }
 

@@ -56,6 +56,19 @@ CUEP_DEVICE uint4* staged_row(const Params& p, int dst, int bank, int src, int64
     return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kRowBytes);
 }
 
+// A first look at the done words of a bank, of this rank and of peer threadIdx.x: asked early, and together.
+struct BankLook {
+    uint64_t own, peer;
+};
+
+template <class Params>
+CUEP_DEVICE BankLook look_at_bank(const Params& p, int bank) {
+    const int tid = threadIdx.x;
+    if (!p.is_send || tid >= kNumRanks) return {0, 0};
+    const uint64_t own = ld_relaxed_sys(done_of(p, p.rank, bank, p.rank));
+    return {own, ld_acquire_sys(done_of(p, p.rank, bank, tid))};
+}
+
 // What a kernel that sends finds in its bank, for all threads alike.
 enum class Bank { kFree, kTaken, kStop };
 
@@ -63,17 +76,16 @@ enum class Bank { kFree, kTaken, kStop };
 // it, and so have all ranks, as they do the same operations in the same order; only the device knows which of them a
 // refusal made none. kStop: the group is over.
 template <class Params>
-CUEP_DEVICE Bank wait_bank(const Params& p, const Operation& op, int bank, bool is_off) {
+CUEP_DEVICE Bank wait_bank(const Params& p, const Operation& op, int bank, const BankLook& look, bool is_off) {
     __shared__ bool is_taken;
     const int tid = threadIdx.x;
     bool is_ok = true;
     if (p.is_send && tid < kNumRanks) {
-        const uint64_t own = ld_relaxed_sys(done_of(p, p.rank, bank, p.rank));
-        const uint64_t* peers = done_of(p, p.rank, bank, tid);
-        const uint64_t seen = ld_acquire_sys(peers);  // both are asked before either is looked at
-        const bool is_own_free = is_in_window(op, own, p.num_banks);
+        const bool is_own_free = is_in_window(op, look.own, p.num_banks);
         if (tid == p.rank) is_taken = !is_own_free;
-        if (is_own_free && !is_in_window(op, seen, p.num_banks)) is_ok = wait_bank_free(op, peers, p.num_banks, tid);
+        if (is_own_free && !is_in_window(op, look.peer, p.num_banks)) {
+            is_ok = wait_bank_free(op, done_of(p, p.rank, bank, tid), p.num_banks, tid);
+        }
     }
     if (block_any(!is_ok || is_off)) return Bank::kStop;
     return p.is_send && is_taken ? Bank::kTaken : Bank::kFree;

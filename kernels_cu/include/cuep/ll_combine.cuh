@@ -60,17 +60,6 @@ CUEP_DEVICE int most_received(const Params& p) {
     return most;
 }
 
-// All received rows of peers: send(src, slot).
-template <class Params, class Send>
-CUEP_DEVICE void send_answers(const Params& p, int most, Send send) {
-    if constexpr (kNumPeers > 0) {
-        for (int u = blockIdx.x; u < most * kNumPeers; u += gridDim.x) {
-            const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
-            if (slot < p.num_rows[src]) send(src, slot);
-        }
-    }
-}
-
 // Bits of the gradient of weight [token, k] in dst's arena, [num_banks, max_tokens, kNumTopk].
 template <class Params>
 CUEP_DEVICE uint32_t* grad_of(const Params& p, int dst, int bank, int64_t token, int k) {

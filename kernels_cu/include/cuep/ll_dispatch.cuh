@@ -14,6 +14,11 @@ struct Token {
     float weight;  // of k = threadIdx.x
 };
 
+// Experts of token threadIdx.x, which comes before most tokens that a block sends: loaded once and early.
+struct Earlier {
+    int32_t experts[kNumTopk];
+};
+
 // Of the token being sent, in shared memory.
 struct Outgoing {
     int32_t expert[kNumTopk];
@@ -110,6 +115,12 @@ CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
     token.rank_mask = ranks_of<kNumLocalExperts>(token.experts);
 }
 
+template <class Params>
+CUEP_DEVICE void load_earlier(const Params& p, int num_tokens, Earlier& earlier) {
+    if (static_cast<int>(threadIdx.x) >= num_tokens) return;
+    load_experts<kNumExperts>(p.topk_idx, p.is_int64, threadIdx.x, earlier.experts);
+}
+
 // Before count_before: what is known of the token alone.
 CUEP_DEVICE void begin_outgoing(const Token& token, Outgoing& out) {
     const int tid = threadIdx.x;
@@ -123,17 +134,17 @@ CUEP_DEVICE void begin_outgoing(const Token& token, Outgoing& out) {
 
 // Slots of token t: rows to the same rank that come before it on this rank. visit(experts) sees each earlier token.
 template <class Params, class Visit>
-CUEP_DEVICE void count_before(const Params& p, int t, Outgoing& out, Visit visit) {
-    for (int first = 0; first < t; first += kNumThreads) {
+CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Outgoing& out, Visit visit) {
+    auto count = [&](bool is_before, const int32_t (&experts)[kNumTopk]) {
+        if (is_before) visit(experts);
+        count_ranks<kNumRanks>(is_before ? ranks_of<kNumLocalExperts>(experts) : 0, out.slot);
+    };
+    if (t > 0) count(static_cast<int>(threadIdx.x) < t, earlier.experts);
+    for (int first = kNumThreads; first < t; first += kNumThreads) {
         const int i = first + threadIdx.x;
-        uint32_t rank_mask = 0;
-        if (i < t) {
-            int32_t experts[kNumTopk];
-            load_experts<kNumExperts>(p.topk_idx, p.is_int64, i, experts);
-            rank_mask = ranks_of<kNumLocalExperts>(experts);
-            visit(experts);
-        }
-        count_ranks<kNumRanks>(rank_mask, out.slot);
+        int32_t experts[kNumTopk];
+        if (i < t) load_experts<kNumExperts>(p.topk_idx, p.is_int64, i, experts);
+        count(i < t, experts);
     }
     __syncthreads();
 }
