@@ -379,6 +379,8 @@ class Group:
             self._end(is_leaked=is_leaked)
             if not is_leaked:
                 self.memory.free()
+                if self.is_active:
+                    self.world.backend.unpinned(self.report.memory)
             if problem is not None:
                 raise problem
 

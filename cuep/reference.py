@@ -249,10 +249,15 @@ def combine(
     if cfg.reduce == "exact":
         return weighted_sum(np.where(kept, 0, -1), weights, answer, dtype, bias)
 
-    def partial(dst: int) -> Array:
-        return weighted_sum(np.where(owner == dst, 0, -1), weights, answer, dtype)
-
-    return rank_sum(owner, inputs.num_ranks, partial if cfg.layout == "expert_major" else answer, dtype, bias)
+    if cfg.layout != "expert_major":
+        return rank_sum(owner, inputs.num_ranks, answer, dtype, bias)
+    partial = np.zeros((inputs.num_ranks, *answer(0).shape), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for k in range(owner.shape[1]):
+            rows = np.flatnonzero(kept[:, k])
+            partial[owner[rows, k], rows] += _times(weights[rows, k, None], answer(k)[rows])
+        rounded = partial.astype(dtype)
+    return rank_sum(owner, inputs.num_ranks, lambda dst: rounded[dst], dtype, bias)
 
 
 def per_rank_bound(magnitude: Double, num_topk: int, num_ranks: int, dtype: Any) -> Double:

@@ -96,6 +96,10 @@ class Report:
         self._bad_ids_seen = 0
 
     @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        return self._memory
+
+    @property
     def address(self) -> int:
         return int(self._memory.ctypes.data)
 

@@ -50,19 +50,23 @@ def test_footprint_is_linear(mode: str, num_ranks: int) -> None:
 def test_footprint_is_what_is_requested(mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P01: the sums of what a group and a handle ask the backend for, to the byte."""
     requested = {"symmetric": 0, "allocator": 0}
-    symmetric, zeros = CpuBackend.symmetric, CpuBackend.zeros
+    symmetric, allocators = CpuBackend.symmetric, {name: getattr(CpuBackend, name) for name in ("zeros", "empty")}
 
     def counted_symmetric(self: CpuBackend, num_bytes: int) -> Any:
         requested["symmetric"] += num_bytes
         return symmetric(self, num_bytes)
 
-    def counted_zeros(self: CpuBackend, shape: Any, dtype: Any, allocator: Any = None) -> Any:
-        array = zeros(self, shape, dtype, allocator)
-        requested["allocator"] += array.nbytes
-        return array
+    def counted(name: str) -> Any:
+        def allocate(self: CpuBackend, shape: Any, dtype: Any, allocator: Any = None) -> Any:
+            array = allocators[name](self, shape, dtype, allocator)
+            requested["allocator"] += array.nbytes
+            return array
+
+        return allocate
 
     monkeypatch.setattr(CpuBackend, "symmetric", counted_symmetric)
-    monkeypatch.setattr(CpuBackend, "zeros", counted_zeros)
+    for name in allocators:
+        monkeypatch.setattr(CpuBackend, name, counted(name))
     cfg = config(mode=mode, dtype=dtype, num_experts=8, hidden=264, num_topk=3, max_tokens_per_rank=10)
     want = cuep.footprint(cfg, 1)
     with cuep.init(backend="cpu") as world, cuep.Group(world, cfg) as group:

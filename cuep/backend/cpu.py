@@ -111,6 +111,9 @@ class CpuBackend:
     def pinned(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         return np.zeros(num_bytes, np.uint8)
 
+    def unpinned(self, array: npt.NDArray[np.uint8]) -> None:
+        """It goes with its last reference."""
+
     def load(self, path: Path, name: str) -> CpuModule:
         if path not in self._libraries:
             self._libraries[path] = ctypes.CDLL(str(path))

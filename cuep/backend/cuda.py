@@ -23,6 +23,8 @@ from cuep.errors import BackendUnavailable, ClosedError, CuepError, DeviceError,
 _NVSHMEM_STATE = "nvshmemi_device_state_d"  # in every module that calls NVSHMEM's device functions
 _GET_CUPY = "pip install 'cuep[cuda13]' (drivers before 580: 'cuep[cuda12]')"
 
+_pinned: list[npt.NDArray[np.uint8]] = []
+_unpinned: dict[int, list[npt.NDArray[np.uint8]]] = {}  # by size
 _process_gpu: tuple[int, str] | None = None  # NVSHMEM allows one GPU per process
 
 
@@ -127,14 +129,25 @@ class CudaBackend:
         return result
 
     def pinned(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Zeroed host memory that kernels write at the same address. Lives as long as the array."""
-        cuda = self.xp.cuda
-        with self._context.current():
-            flags = cuda.runtime.hostAllocMapped | cuda.runtime.hostAllocPortable
-            pointer = cuda.PinnedMemoryPointer(cuda.PinnedMemory(max(num_bytes, 1), flags), 0)
-        array = np.frombuffer(pointer, np.uint8, num_bytes)
+        """Zeroed host memory that kernels write at the same address, for the life of the process or until unpinned().
+
+        It is never given back to CUDA: that would end a stream capture that happens to run when an array is collected.
+        """
+        if _unpinned.get(num_bytes):
+            array = _unpinned[num_bytes].pop()
+        else:
+            cuda = self.xp.cuda
+            with self._context.current():
+                flags = cuda.runtime.hostAllocMapped | cuda.runtime.hostAllocPortable
+                pointer = cuda.PinnedMemoryPointer(cuda.PinnedMemory(max(num_bytes, 1), flags), 0)
+            array = np.frombuffer(pointer, np.uint8, num_bytes)
+            _pinned.append(array)
         array[...] = 0
         return array
+
+    def unpinned(self, array: npt.NDArray[np.uint8]) -> None:
+        """What pinned() gave is not used any more, by kernels neither."""
+        _unpinned.setdefault(array.nbytes, []).append(array)
 
     def load(self, path: Path, name: str) -> CudaModule:
         """Load a cubin. CuPy keeps it for the process by its path, which names its content."""

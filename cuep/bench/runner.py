@@ -27,10 +27,11 @@ def run(world: World, options: Options) -> tuple[list[Record], list[str]]:
     """
     chosen = [(name, variant_settings(options.mode, name)) for name in options.variants]
     inputs = make_inputs(options, world.rank)
+    expected = verify.expect(world, options) if options.check else None
     commit = _commit()
     records, wrong = [], []
     for name, settings in chosen:
-        for operation, timing, problems in _run_variant(world, options, settings, inputs):
+        for operation, timing, problems in _run_variant(world, options, settings, inputs, expected):
             wrong += [f"{name}: {text}" for text in problems]
             checked = options.check and not problems
             records.append(_record(world, options, name, operation, timing, checked, inputs) | {"commit": commit})
@@ -64,7 +65,7 @@ def known_variants(mode: str) -> dict[str, list[str]]:
 
 
 def _run_variant(
-    world: World, options: Options, settings: dict[str, str], inputs: Inputs
+    world: World, options: Options, settings: dict[str, str], inputs: Inputs, expected: verify.Expected | None
 ) -> Iterator[tuple[str, Timing, list[str]]]:
     backend = world.backend
     stream = world.stream()
@@ -94,12 +95,12 @@ def _run_variant(
         ):
             timing = measure(world, stream, operation, options.iterations, options.graph)
             problems: list[str] = []
-            if options.check:
+            if expected is not None:
                 # Once more, after all those replays and on what they left behind.
                 received = handle.dispatch(x, stream=stream)
                 combined = handle.combine(answers, stream=stream)
                 backend.stream(stream).synchronize()
-                problems = verify.problems(world, options, received, combined)
+                problems = verify.problems(world, expected, received, combined)
             yield operation.name, timing, problems
         group.check()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,20 +13,29 @@ from cuep.config import GroupConfig
 from cuep.world import World
 
 
-def problems(world: World, options: Options, received: Any, combined: Any) -> list[str]:
-    """What differs on any rank, one line each; empty if all is right. Collective.
+@dataclass(frozen=True)
+class Expected:
+    """What this rank must get from its make_inputs(), with experts that multiply by scale()."""
 
-    `received` and `combined` belong to this rank's make_inputs(), with experts that multiply by scale().
-    """
+    received: reference.Dispatched
+    combined: reference.Array
+
+
+def expect(world: World, options: Options) -> Expected:
+    """Needs nothing of the other ranks: every rank's inputs can be made again."""
     ranks = [make_inputs(options, rank) for rank in range(world.size)]
     inputs = reference.make_inputs(
         options.experts, [r.x for r in ranks], [r.topk_idx for r in ranks], [r.topk_weights for r in ranks]
     )
     cfg = group_config(options, {})
-    expected = reference.dispatch(inputs, world.rank, cfg)
-    mine = [f"dispatch: {text}" for text in _compare_received(world, received, expected)]
-    answer = world.backend.to_numpy(combined)
-    difference = reference.first_difference(answer, _expected_combine(inputs, ranks[world.rank], cfg, world.rank))
+    received = reference.dispatch(inputs, world.rank, cfg)
+    return Expected(received, _expected_combine(inputs, ranks[world.rank], cfg, world.rank))
+
+
+def problems(world: World, expected: Expected, received: Any, combined: Any) -> list[str]:
+    """What differs on any rank, one line each; empty if all is right. Collective."""
+    mine = [f"dispatch: {text}" for text in _compare_received(world, received, expected.received)]
+    difference = reference.first_difference(world.backend.to_numpy(combined), expected.combined)
     if difference is not None:
         mine.append(f"combine: y {difference}")
     return [f"rank {rank}: {text}" for rank, texts in enumerate(world.comm.allgather(mine)) for text in texts]

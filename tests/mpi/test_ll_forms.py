@@ -359,8 +359,9 @@ def test_a_send_that_needs_a_taken_buffer(world: Any, op: str) -> None:
                 job.complete()
             jobs[0].send_combine()
             jobs[1].send_combine()
-            with pytest.raises(cuep.OrderError, match=r"complete\(\) the oldest pending combine"):
+            with pytest.raises(cuep.OrderError, match=r"combine: .* complete\(\) the oldest pending one"):
                 jobs[2].send_combine()
+                group.check()
             for job in jobs[:2]:
                 job.complete()
                 job.check_combined()
