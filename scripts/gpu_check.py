@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,16 @@ OTHER_BENCHES = (
 QUICK_SANITIZER = (("memcheck", "ll"), ("synccheck", "ht"))  # memcheck takes half a minute
 # as scripts/forms.py names them; all of a mode in one process, as the start takes longest
 SANITIZED = {"ll": ("ll", "ll:rank_major", "ll:expert_major:per_rank"), "ht": ("ht", "ht:expert_major:per_rank:4")}
+# Kernels of many shapes take their time to compile: these files run on two ranks only, the others on the most.
+FORM_TESTS = ("tests/mpi/test_cases.py", "tests/mpi/test_ll_forms.py", "tests/mpi/test_ht_forms.py")
+FEW_TESTS = (
+    "tests/mpi/test_steps.py",
+    "tests/mpi/test_refusals.py",
+    "tests/mpi/test_staged.py",
+    "tests/mpi/test_gpu.py",
+)
 JOB_TESTS = ("tests/test_jobs.py", "tests/test_death.py")  # they start their ranks themselves
+SOME_JOBS = "closes or sys or a_killed_rank or stops or late"
 
 
 @dataclass
@@ -151,12 +161,17 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
         runner.results.versions = json.loads(info.read_text())
 
     run_startup(runner, most)
-    run_tests(runner, most, limit_s=90 if quick else 150, has_large=not quick)
-    for n in () if quick else [n for n in (1, 2) if n < most]:
-        run_tests(runner, n, limit_s=120)
-    if not quick and num_gpus < 8:
-        # More ranks than GPUs is slow and says nothing about speed, but 8 ranks reach what 4 do not.
-        run_tests(runner, 8, limit_s=90)
+    if quick:
+        run_tests(runner, most, 90, FEW_TESTS)
+    else:
+        files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/mpi").glob("test_*.py"))]
+        run_tests(runner, most, 170, [name for name in files if name not in FORM_TESTS], has_large=True)
+        run_tests(runner, min(2, most), 150, FORM_TESTS)
+        if most > 1:
+            run_tests(runner, 1, 60, FEW_TESTS)
+        if num_gpus < 8:
+            # More ranks than GPUs is slow and says nothing about speed, but 8 ranks reach what 4 do not.
+            run_tests(runner, 8, 60, ["tests/mpi"])
 
     for tokens in QUICK_LL_TOKENS if quick else LL_TOKENS:
         run_bench(runner, most, "ll", tokens)
@@ -172,7 +187,7 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
         print("compute-sanitizer was not found: not run")
         runner.results.sanitizer.append({"tool": None, "note": "compute-sanitizer was not found"})
     if not quick:
-        run_job_tests(runner, limit_s=120)
+        run_job_tests(runner, limit_s=90)
 
 
 def run_startup(runner: Runner, num_ranks: int) -> None:
@@ -189,11 +204,11 @@ def run_startup(runner: Runner, num_ranks: int) -> None:
     runner.save()
 
 
-def run_tests(runner: Runner, num_ranks: int, limit_s: float, *, has_large: bool = False) -> None:
+def run_tests(runner: Runner, num_ranks: int, limit_s: float, files: Sequence[str], *, has_large: bool = False) -> None:
     """has_large: also what takes many seconds or GB."""
     report = runner.out / f"tests_{num_ranks}.xml"
     report.unlink(missing_ok=True)
-    command = [*PYTEST, "tests/mpi", f"--junitxml={report}", *([] if has_large else ["-m", "not large"])]
+    command = [*PYTEST, *files, f"--junitxml={report}", *([] if has_large else ["-m", "not large"])]
     stage, _ = runner.ranks(f"tests, {num_ranks} ranks", num_ranks, command, limit_s)
     if stage.status == 5 and not stage.note:
         stage.is_ok, stage.note = True, "no test for this number of ranks"
@@ -205,7 +220,7 @@ def run_job_tests(runner: Runner, limit_s: float) -> None:
     report = runner.out / "tests_jobs.xml"
     report.unlink(missing_ok=True)
     files = [name for name in JOB_TESTS if (ROOT / name).is_file()]
-    runner.run("tests of jobs", [*PYTEST, *files, f"--junitxml={report}"], limit_s)
+    runner.run("tests of jobs", [*PYTEST, *files, "-k", SOME_JOBS, f"--junitxml={report}"], limit_s)
     add_report(runner, report, "jobs of several")
 
 
