@@ -43,7 +43,7 @@ FEW_TESTS = (
     "tests/mpi/test_gpu.py",
 )
 JOB_TESTS = ("tests/test_jobs.py", "tests/test_death.py")  # they start their ranks themselves
-SOME_JOBS = "closes or sys or a_killed_rank or stops or late"
+SOME_JOBS = "sys or for_longer or (a_killed_rank and (ll-combine or ht-dispatch))"
 
 
 @dataclass
