@@ -51,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) barrier_nvshmem(con
     __syncthreads();
 
     for (int peer = threadIdx.x; peer < kNumRanks; peer += kNumThreads) {
+        fence_acq_rel_sys();  // by the thread that signals
         if (peer != p.rank) nvshmemx_signal_op(p.signals + p.rank, epoch, NVSHMEM_SIGNAL_SET, peer);
     }
     for (int peer = threadIdx.x; peer < kNumRanks; peer += kNumThreads) {

@@ -84,7 +84,7 @@ CUEP_DEVICE void push_rows(const Params& p, const Operation& op, const int32_t* 
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_push(const __grid_constant__ Params p) {
     CUEP_DYNAMIC_SMEM(smem);
-    if (is_skipped(p, (p.state->refused | p.state->unrouted) != 0)) return;
+    if (is_skipped(p, Op::kCombine, (p.state->refused | p.state->unrouted) != 0)) return;
     Rows::combine<kNumPushWarps, kNumSumWarps>(
         p,
         p.recv_base[kNumRanks],

@@ -93,7 +93,7 @@ CUEP_DEVICE void send_rows(const Params& p, const uint32_t* buffers, Pipe& pipe)
     pipe.move(
         first,
         gridDim.x * kNumWarps,
-        tokens_of(p),
+        kept_tokens_of(p),
         [&](int t) { return p.x + t * p.x_stride; },
         [&](int t) { return lane < kNumRanks ? p.rows[static_cast<int64_t>(t) * kNumRanks + lane] : -1; },
         [&](int, int32_t rows, const uint8_t* staged) {
@@ -141,7 +141,7 @@ CUEP_DEVICE void copy_out(const Params& p, int num_rows, Pipe& pipe) {
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(const __grid_constant__ Params p) {
     CUEP_DYNAMIC_SMEM(smem);
     __shared__ uint32_t buffers[kNumRanks];
-    if (is_skipped(p, p.state->unrouted != 0)) return;
+    if (is_skipped(p, Op::kDispatch, p.state->unrouted != 0)) return;
     const Operation op = begin_operation(p, Op::kDispatch);
     Pipe pipe(smem, warp_idx(), kNumWarps);
     if (block_any(is_broken(op))) return;

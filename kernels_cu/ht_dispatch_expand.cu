@@ -114,8 +114,9 @@ CUEP_DEVICE void send_token(const Params& p, const uint32_t* buffers, const Toke
 }
 
 CUEP_DEVICE void send_rows(const Params& p, const Operation& op, const uint32_t* buffers, int warp, Pipe pipe) {
-    const TokenWalk first{
-        static_cast<int>(warp * gridDim.x + blockIdx.x), static_cast<int>(gridDim.x) * kNumSendWarps, tokens_of(p)};
+    const TokenWalk first{static_cast<int>(warp * gridDim.x + blockIdx.x),
+                          static_cast<int>(gridDim.x) * kNumSendWarps,
+                          kept_tokens_of(p)};
     pipe.move_and_tell(
         first,
         [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
@@ -192,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_expand(
     __shared__ uint32_t buffers[kNumRanks];
     __shared__ int32_t recv_base[kNumRanks + 1];
     const int tid = threadIdx.x, warp = warp_idx();
-    if (is_skipped(p, p.state->unrouted != 0)) return;
+    if (is_skipped(p, Op::kDispatch, p.state->unrouted != 0)) return;
     const Operation op = begin_operation(p, Op::kDispatch);
     if (tid <= kNumRanks) recv_base[tid] = p.recv_base[tid];
     if (block_any(is_broken(op))) return;

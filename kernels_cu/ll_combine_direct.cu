@@ -65,43 +65,63 @@ CUEP_DEVICE uint4* home_row(const Params& p, int dst, int bank, int64_t token, i
     return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kRowBytes);
 }
 
-// Sends home the rows of one received token, from all its experts here.
-CUEP_DEVICE void send_answer(const Params& p, const Operation& op, int bank, int src, int slot) {
-    const int64_t at = static_cast<int64_t>(src) * p.max_tokens + slot;
-    const int64_t token = p.token_idx[at];
-    int32_t rows[kNumTopk];
+// The rows of one received token, from all its experts here. The first few are loaded before the flag of the token
+// before it is released, and those of the first token before anything is waited for.
+struct Answer {
+    AnswerPlace place;
+    int32_t rows[kNumTopk];                       // of expert_out, or -1
+    uint4 loaded[kRowsInFlight][kVecsPerThread];  // this thread's pieces
+};
+
+// Rows of k = first, first + 1, ...
+CUEP_DEVICE void load_rows(const Params& p, int first, Answer& answer) {
 #pragma unroll
-    for (int k = 0; k < kNumTopk; k++) rows[k] = p.row_idx[at * kNumTopk + k];
+    for (int i = 0; i < kRowsInFlight; i++) {
+        const int k = first + i;
+        if (k >= kNumTopk || answer.rows[k] < 0) continue;
 #pragma unroll
-    for (int first = 0; first < kNumTopk; first += kRowsInFlight) {
-        uint4 v[kRowsInFlight][kVecsPerThread];
-#pragma unroll
-        for (int i = 0; i < kRowsInFlight; i++) {
-            const int k = first + i;
-            if (k >= kNumTopk || rows[k] < 0) continue;
-#pragma unroll
-            for (int j = 0; j < kVecsPerThread; j++) {
-                const int vec = threadIdx.x + j * kNumThreads;
-                if (vec < kRowVecs) v[i][j] = load_streaming(expert_row(p, rows[k]) + vec);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kRowsInFlight; i++) {
-            const int k = first + i;
-            if (k >= kNumTopk || rows[k] < 0) continue;
-            uint4* dst = home_row(p, src, bank, token, k);
-#pragma unroll
-            for (int j = 0; j < kVecsPerThread; j++) {
-                const int vec = threadIdx.x + j * kNumThreads;
-                if (vec < kRowVecs) store_16(dst + vec, v[i][j]);
-            }
+        for (int j = 0; j < kVecsPerThread; j++) {
+            const int vec = threadIdx.x + j * kNumThreads;
+            if (vec < kRowVecs) answer.loaded[i][j] = load_streaming(expert_row(p, answer.rows[k]) + vec);
         }
     }
-    if (p.row_weight_grads != nullptr && threadIdx.x < kNumTopk) {
-        send_grad(p, src, bank, token, p.row_idx[at * kNumTopk + threadIdx.x]);
+}
+
+CUEP_DEVICE void load_answer(const Params& p, Answer& answer) {
+    answer.place.token = p.token_idx[answer.place.at];
+#pragma unroll
+    for (int k = 0; k < kNumTopk; k++) answer.rows[k] = p.row_idx[answer.place.at * kNumTopk + k];
+    load_rows(p, 0, answer);
+}
+
+CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, bool is_any, Answer& answer) {
+    const int tid = threadIdx.x;
+    while (is_any) {
+        const int src = answer.place.src;
+        const int32_t token = answer.place.token;
+#pragma unroll
+        for (int first = 0; first < kNumTopk; first += kRowsInFlight) {
+            if (first > 0) load_rows(p, first, answer);
+#pragma unroll
+            for (int i = 0; i < kRowsInFlight; i++) {
+                const int k = first + i;
+                if (k >= kNumTopk || answer.rows[k] < 0) continue;
+                uint4* home = home_row(p, src, bank, token, k);
+#pragma unroll
+                for (int j = 0; j < kVecsPerThread; j++) {
+                    if (tid + j * kNumThreads < kRowVecs) store_16(home + tid + j * kNumThreads, answer.loaded[i][j]);
+                }
+            }
+        }
+        if (p.row_weight_grads != nullptr && tid < kNumTopk) {
+            send_grad(p, src, bank, token, p.row_idx[answer.place.at * kNumTopk + tid]);
+        }
+        answer.place.unit += gridDim.x;
+        is_any = find_answer(p, most, answer.place);
+        if (is_any) load_answer(p, answer);
+        __syncthreads();
+        if (tid == 0) st_release_sys(flag_of(p, src, bank, p.rank, token), tagged(op, 0));  // pairs with wait_ranks
     }
-    __syncthreads();
-    if (threadIdx.x == 0) st_release_sys(flag_of(p, src, bank, p.rank, token), tagged(op, 0));  // pairs with wait_ranks
 }
 
 // y[t]: waits for the ranks that answer token t, then adds in order of k. False: gave up.
@@ -153,28 +173,28 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     __shared__ uint32_t totals[kNumRanks];
     const bool is_off_handle = p.state->refused != 0;  // asked early, used late: loads run beside one another
     const int most = most_received(p);
-    const int count = p.is_refused ? 0 : tokens_of(p);
+    const int count = p.is_refused ? 0 : kept_tokens_of(p);
     const Operation op = begin_phase(p, Op::kCombine);
     const int bank = bank_of(p, op);
     const BankLook look = look_at_bank(p, bank);
 
-    if (is_skipped(p, is_off_handle)) return;
+    if (is_skipped(p, Op::kCombine, is_off_handle)) return;
 
-    // the bank must have been read by every peer before it is written again
-    const bool is_off = is_broken(op);
-    const Bank found = wait_bank(p, op, bank, look, is_off);
+    // the bank must have been read by every peer before it is written again; meanwhile the first row comes in, unless a
+    // dispatch that timed out has left nothing to go by. Whoever sees that stops the block.
+    const bool is_off = is_broken_for_all(op);
+    Answer answer;
+    answer.place.unit = blockIdx.x;
+    const bool is_any = !is_off && find_answer(p, most, answer.place);
+    if (is_any) load_answer(p, answer);
+    const Bank found = wait_bank<true>(p, op, bank, look, is_off);
     if (found == Bank::kStop) return;
     if (found == Bank::kTaken) return refuse_combine(p);
 
     // send all that this block owes before it waits for rows
     if (p.is_send) {
         if (blockIdx.x == gridDim.x - 1) publish_totals(p, op, bank);
-        if constexpr (kNumPeers > 0) {
-            for (int u = blockIdx.x; u < most * kNumPeers; u += gridDim.x) {
-                const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
-                if (slot < p.num_rows[src]) send_answer(p, op, bank, src, slot);
-            }
-        }
+        send_answers(p, op, bank, most, is_any, answer);
     }
 
     // every rank says how much it sends, or that it refused; then the sums, token by token as they arrive

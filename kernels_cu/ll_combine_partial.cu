@@ -118,33 +118,17 @@ CUEP_DEVICE int64_t grad_row(const Params& p, int64_t at) {
     return p.row_idx[i];
 }
 
-// What this block sends: of each of its received rows, low slots first and peers interleaved, this rank's part. A row
-// is loaded before the flag of the one before it is released, and the first before anything is waited for.
+// This rank's part of the sum of a received row. It is loaded before the flag of the one before it is released, and the
+// first before anything is waited for.
 struct Answer {
-    int unit;    // of kNumPeers * slots; the first that is a row, or beyond all
-    int src;     // whose token it is
-    int64_t at;  // src * max_tokens + slot
-    int32_t token;
+    AnswerPlace place;
     uint4 part[kVecsPerThread];  // this thread's pieces
 };
 
-// To the first row from answer.unit on. False: there is none.
-CUEP_DEVICE bool find_answer(const Params& p, int most, Answer& answer) {
-    if constexpr (kNumPeers > 0) {
-        for (; answer.unit < most * kNumPeers; answer.unit += gridDim.x) {
-            answer.src = (p.rank + 1 + answer.unit % kNumPeers) % kNumRanks;
-            const int slot = answer.unit / kNumPeers;
-            answer.at = static_cast<int64_t>(answer.src) * p.max_tokens + slot;
-            if (slot < p.num_rows[answer.src]) return true;
-        }
-    }
-    return false;
-}
-
 CUEP_DEVICE void load_answer(const Params& p, Answer& answer) {
-    answer.token = p.token_idx[answer.at];
+    answer.place.token = p.token_idx[answer.place.at];
     Partial partial;
-    find_partial(p, answer.at, partial);
+    find_partial(p, answer.place.at, partial);
 #pragma unroll
     for (int j = 0; j < kVecsPerThread; j++) {
         const int vec = threadIdx.x + j * kNumThreads;
@@ -155,16 +139,17 @@ CUEP_DEVICE void load_answer(const Params& p, Answer& answer) {
 CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, bool is_any, Answer& answer) {
     const int tid = threadIdx.x;
     while (is_any) {
-        const int src = answer.src;
-        const int32_t token = answer.token;
+        const int src = answer.place.src;
+        const int32_t token = answer.place.token;
         uint4* home = staged_row(p, src, bank, p.rank, token);
 #pragma unroll
         for (int j = 0; j < kVecsPerThread; j++) {
             if (tid + j * kNumThreads < kRowVecs) store_16(home + tid + j * kNumThreads, answer.part[j]);
         }
-        if (p.row_weight_grads != nullptr && tid < kNumTopk) send_grad(p, src, bank, token, grad_row(p, answer.at));
-        answer.unit += gridDim.x;
-        is_any = find_answer(p, most, answer);
+        if (p.row_weight_grads != nullptr && tid < kNumTopk)
+            send_grad(p, src, bank, token, grad_row(p, answer.place.at));
+        answer.place.unit += gridDim.x;
+        is_any = find_answer(p, most, answer.place);
         if (is_any) load_answer(p, answer);
         __syncthreads();
         if (tid == 0) st_release_sys(flag_of(p, src, bank, p.rank, token), tagged(op, 0));  // pairs with wait_ranks
@@ -218,20 +203,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     __shared__ uint32_t totals[kNumRanks];
     const bool is_off_handle = p.state->refused != 0;  // asked early, used late: loads run beside one another
     const int most = most_received(p);
-    const int count = p.is_refused ? 0 : tokens_of(p);
+    const int count = p.is_refused ? 0 : kept_tokens_of(p);
     const Operation op = begin_phase(p, Op::kCombine);
     const int bank = bank_of(p, op);
     const BankLook look = look_at_bank(p, bank);
 
-    if (is_skipped(p, is_off_handle)) return;
+    if (is_skipped(p, Op::kCombine, is_off_handle)) return;
 
-    // the bank must have been read by every peer before it is written again; meanwhile the first row comes in
+    // the bank must have been read by every peer before it is written again; meanwhile the first row comes in, unless a
+    // dispatch that timed out has left nothing to go by. Whoever sees that stops the block.
+    const bool is_off = is_broken_for_all(op);
     Answer answer;
-    answer.unit = blockIdx.x;
-    const bool is_any = find_answer(p, most, answer);
+    answer.place.unit = blockIdx.x;
+    const bool is_any = !is_off && find_answer(p, most, answer.place);
     if (is_any) load_answer(p, answer);
-    const bool is_off = is_broken(op);
-    const Bank found = wait_bank(p, op, bank, look, is_off);
+    const Bank found = wait_bank<true>(p, op, bank, look, is_off);
     if (found == Bank::kStop) return;
     if (found == Bank::kTaken) return refuse_combine(p);
 

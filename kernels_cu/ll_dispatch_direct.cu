@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const Operation op = begin_phase(p, Op::kDispatch);
     const int bank = bank_of(p, op);
     const BankLook look = look_at_bank(p, bank);
-    const int count = p.is_refused ? 0 : tokens_of(p);
+    const int count = p.is_refused ? 0 : is_new_routing(p) ? tokens_of(p) : kept_tokens_of(p);
     const int num_tokens = max(count, 0);
 
     // the bank must have been read by every peer before it is written again; meanwhile the first token comes in
@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         begin_places(token, s);
     }
     const bool is_off = is_broken(op);
-    if (wait_bank(p, op, bank, look, is_off) == Bank::kStop) return;  // the host allows no kTaken
+    if (wait_bank<false>(p, op, bank, look, is_off) == Bank::kStop) return;
 
     // send all that this block owes before it waits for rows
     int last = -1;  // token of this block that it sent last

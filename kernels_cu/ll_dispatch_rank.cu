@@ -1,7 +1,8 @@
 // Low-latency dispatch, rank-major. As ll_dispatch_direct: a block takes a token, keeps its row in registers and stores
 // it once into a slot of every rank that owns one of its experts. Slots of a source are dense and in order of its
 // tokens, so a row's place at the receiver is its slot: it waits for no counts, only the block that writes them does.
-// Cost: one row over the link, and one local copy, per (token, rank). serves: layout=rank_major
+// Cost: one row over the link, and one local copy, per (token, rank).
+// serves: layout=rank_major
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/operation.cuh>
@@ -151,7 +152,10 @@ CUEP_DEVICE void clear_unused(const Params& p, const Counts& counts) {
     const int64_t end = static_cast<int64_t>(p.max_tokens) * kNumTopk;
     for (int src = 0; src < kNumRanks; src++) {
         int64_t i = static_cast<int64_t>(counts.totals[src]) * kNumTopk + blockIdx.x * kNumThreads + threadIdx.x;
-        for (; i < end; i += gridDim.x * kNumThreads) p.recv_topk_idx[src * end + i] = -1;
+        for (; i < end; i += gridDim.x * kNumThreads) {
+            p.recv_topk_idx[src * end + i] = -1;
+            p.recv_topk_weights[src * end + i] = 0.0f;
+        }
     }
 }
 
@@ -209,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const Operation op = begin_phase(p, Op::kDispatch);
     const int bank = bank_of(p, op);
     const BankLook look = look_at_bank(p, bank);
-    const int count = p.is_refused ? 0 : tokens_of(p);
+    const int count = p.is_refused ? 0 : is_new_routing(p) ? tokens_of(p) : kept_tokens_of(p);
     const int num_tokens = max(count, 0);
 
     // the bank must have been read by every peer before it is written again; meanwhile the first token comes in
@@ -222,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         begin_outgoing(token, s.out);
     }
     const bool is_off = is_broken(op);
-    if (wait_bank(p, op, bank, look, is_off) == Bank::kStop) return;  // the host allows no kTaken
+    if (wait_bank<false>(p, op, bank, look, is_off) == Bank::kStop) return;
 
     // send all that this block owes before it waits for rows
     int last = -1;  // token of this block that it sent last

@@ -194,7 +194,7 @@ struct Home {
             is_ok = __all_sync(0xffffffffu, is_ok);
             const Verdict found = judge(p, is_refused, total);
             if (sum_warp == 0 && lane == 0) verdict = found;
-            const int num_tokens = found.refused_by < 0 ? tokens_of(p) : 0;
+            const int num_tokens = found.refused_by < 0 ? kept_tokens_of(p) : 0;
             const int step = gridDim.x * kNumSumWarps;
             for (int t = sum_warp * gridDim.x + blockIdx.x; is_ok && t < num_tokens; t += step) {
                 is_ok = sum_token(p, op, t, own_row, own_grad);

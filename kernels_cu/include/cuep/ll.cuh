@@ -74,8 +74,9 @@ enum class Bank { kFree, kTaken, kStop };
 
 // Before a send: waits until every peer has read what was last in the bank. kTaken: this rank itself has yet to receive
 // it, and so have all ranks, as they do the same operations in the same order; only the device knows which of them a
-// refusal made none. kStop: the group is over.
-template <class Params>
+// refusal made none. (Of dispatches the host knows it; should replays of graphs deceive it, the peers' words are waited
+// for, in vain.) kStop: the group is over.
+template <bool kMayBeTaken, class Params>
 CUEP_DEVICE Bank wait_bank(const Params& p, const Operation& op, int bank, const BankLook& look, bool is_off) {
     __shared__ bool is_taken;
     const int tid = threadIdx.x;
@@ -83,12 +84,12 @@ CUEP_DEVICE Bank wait_bank(const Params& p, const Operation& op, int bank, const
     if (p.is_send && tid < kNumRanks) {
         const bool is_own_free = is_in_window(op, look.own, p.num_banks);
         if (tid == p.rank) is_taken = !is_own_free;
-        if (is_own_free && !is_in_window(op, look.peer, p.num_banks)) {
+        if ((is_own_free || !kMayBeTaken) && !is_in_window(op, look.peer, p.num_banks)) {
             is_ok = wait_bank_free(op, done_of(p, p.rank, bank, tid), p.num_banks, tid);
         }
     }
     if (block_any(!is_ok || is_off)) return Bank::kStop;
-    return p.is_send && is_taken ? Bank::kTaken : Bank::kFree;
+    return kMayBeTaken && p.is_send && is_taken ? Bank::kTaken : Bank::kFree;
 }
 
 // What every rank says of its part, into shared memory: how much it sends, or kRefused. False: gave up.

@@ -18,7 +18,8 @@ CUEP_DEVICE const uint4* expert_row(const Params& p, int64_t row) {
 // A combine that is none, on any rank, because the one before it in its bank is still to be received.
 template <class Params>
 CUEP_DEVICE void refuse_combine(const Params& p) {
-    if (blockIdx.x != 0 || threadIdx.x != 0) return;
+    if (!is_last(&p.control->blocks[static_cast<int>(Op::kCombine)]) || threadIdx.x != 0) return;
+    red_add_relaxed_gpu(&p.control->blocks[static_cast<int>(Op::kCombine)], 0u - gridDim.x);
     p.state->refused = 1 + static_cast<uint32_t>(Op::kCombine);
     p.state->refused_by = static_cast<uint32_t>(p.rank);
     report_refusal(p, Op::kCombine, Cause::kBankTaken, p.state->refused_by);
@@ -57,7 +58,29 @@ CUEP_DEVICE int most_received(const Params& p) {
     for (int r = 0; r < kNumRanks; r++) {
         if (r != p.rank && !p.is_refused && p.is_send) most = max(most, p.num_rows[r]);
     }
-    return most;
+    return min(most, p.max_tokens);
+}
+
+// One of the received rows that a block answers: low slots first, peers interleaved.
+struct AnswerPlace {
+    int unit;    // of kNumPeers * slots; the first that is a row, or beyond all
+    int src;     // whose token it is
+    int64_t at;  // src * max_tokens + slot
+    int32_t token;
+};
+
+// To the first row from place.unit on. False: there is none.
+template <class Params>
+CUEP_DEVICE bool find_answer(const Params& p, int most, AnswerPlace& place) {
+    if constexpr (kNumPeers > 0) {
+        for (; place.unit < most * kNumPeers; place.unit += gridDim.x) {
+            place.src = (p.rank + 1 + place.unit % kNumPeers) % kNumRanks;
+            const int slot = place.unit / kNumPeers;
+            place.at = static_cast<int64_t>(place.src) * p.max_tokens + slot;
+            if (slot < p.num_rows[place.src]) return true;
+        }
+    }
+    return false;
 }
 
 // Bits of the gradient of weight [token, k] in dst's arena, [num_banks, max_tokens, kNumTopk].

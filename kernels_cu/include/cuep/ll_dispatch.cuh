@@ -87,7 +87,7 @@ CUEP_DEVICE void publish_counts(
         const uint32_t total = is_refused ? kRefused : static_cast<uint32_t>(counts.ranks[tid]);
         st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
     }
-    if (tid == 0 && p.num_tokens_at != nullptr && is_new_routing(p)) p.state->num_tokens = count;
+    if (tid == 0 && is_new_routing(p)) p.state->num_tokens = count;
     __syncthreads();
 }
 
@@ -135,16 +135,14 @@ CUEP_DEVICE void begin_outgoing(const Token& token, Outgoing& out) {
 // Slots of token t: rows to the same rank that come before it on this rank. visit(experts) sees each earlier token.
 template <class Params, class Visit>
 CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Outgoing& out, Visit visit) {
-    auto count = [&](bool is_before, const int32_t (&experts)[kNumTopk]) {
-        if (is_before) visit(experts);
-        count_ranks<kNumRanks>(is_before ? ranks_of<kNumLocalExperts>(experts) : 0, out.slot);
-    };
-    if (t > 0) count(static_cast<int>(threadIdx.x) < t, earlier.experts);
-    for (int first = kNumThreads; first < t; first += kNumThreads) {
+    int32_t experts[kNumTopk];
+#pragma unroll
+    for (int k = 0; k < kNumTopk; k++) experts[k] = earlier.experts[k];
+    for (int first = 0; first < t; first += kNumThreads) {
         const int i = first + threadIdx.x;
-        int32_t experts[kNumTopk];
-        if (i < t) load_experts<kNumExperts>(p.topk_idx, p.is_int64, i, experts);
-        count(i < t, experts);
+        if (first > 0 && i < t) load_experts<kNumExperts>(p.topk_idx, p.is_int64, i, experts);
+        if (i < t) visit(experts);
+        count_ranks<kNumRanks>(i < t ? ranks_of<kNumLocalExperts>(experts) : 0, out.slot);
     }
     __syncthreads();
 }

@@ -55,7 +55,7 @@ struct HandleState {
     uint32_t refused;     // 1 + the Op that was refused: what is enqueued behind it does nothing
     uint32_t refused_by;  // the rank that refused
     uint32_t unrouted;    // ht: its last routing was refused: nothing works before the next one
-    int32_t num_tokens;   // that its routing has; read only where the host does not know it
+    int32_t num_tokens;   // that its routing has
 };
 
 struct Operation {
@@ -93,11 +93,23 @@ CUEP_DEVICE int tokens_of(const Params& p) {
     return count < 0 || count > p.num_tokens ? kBadTokenCount : static_cast<int>(count);
 }
 
+// The same for a kernel that works on a routing which the handle keeps: of a replayed graph the host's number may be
+// that of a larger routing.
+template <class Params>
+CUEP_DEVICE int kept_tokens_of(const Params& p) {
+    return min(tokens_of(p), p.state->num_tokens);
+}
+
 // Whether the group is over, for block_any: a wait of an earlier kernel timed out. Its epoch never ended, so a kernel
 // that ran now would write over what a late peer has yet to read. One thread looks, since another block may break the
 // group at any time. Ask early and use the answer late: the load is relaxed, so it runs beside others.
 CUEP_DEVICE bool is_broken(const Operation& op) {
     return threadIdx.x == 0 && ld_relaxed_sys(&op.control->broken) != 0;
+}
+
+// The same, asked by every thread for itself: for who reads what only an operation that ended well has left.
+CUEP_DEVICE bool is_broken_for_all(const Operation& op) {
+    return ld_relaxed_sys(&op.control->broken) != 0;
 }
 
 // A word {epoch, value}, written and read in one access: the value cannot be of another epoch.
@@ -243,11 +255,14 @@ CUEP_DEVICE void mark_refused(const Params& p, Op op, int rank, Cause own_cause)
     report_refusal(p, op, is_own ? own_cause : Cause::kCall, p.state->refused_by);
 }
 
-// Whether an earlier operation on this handle was refused. Then this one is none: no epoch, on any rank. Says so again.
+// Whether an earlier operation on this handle was refused. Then this one is none: no epoch, on any rank. Says so again,
+// when all blocks have looked: with the ticket the host lets go of what they look at.
 template <class Params>
-CUEP_DEVICE bool is_skipped(const Params& p, bool is_refused) {
+CUEP_DEVICE bool is_skipped(const Params& p, Op kind, bool is_refused) {
     if (!is_refused) return false;
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
+    uint32_t* blocks = &p.control->blocks[static_cast<int>(kind)];
+    if (is_last(blocks) && threadIdx.x == 0) {
+        red_add_relaxed_gpu(blocks, 0u - gridDim.x);
         const Op op = p.state->refused == 0 ? Op::kRoute : static_cast<Op>(p.state->refused - 1);
         report_refusal(p, op, Cause::kCall, p.state->refused_by);
         st_relaxed_sys(&p.report->ticket, p.ticket);

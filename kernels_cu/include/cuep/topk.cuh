@@ -4,50 +4,58 @@
 
 namespace cuep {
 
-// -1 for "none" and for ids outside [-1, num_experts), which set `is_bad`.
+// -1 for "none" and for ids outside [-1, kNumExperts), which set `is_bad`. low, high: the two words of an int64; of an
+// int32 the high word is the sign.
 template <int kNumExperts>
-CUEP_DEVICE int32_t checked_expert(int64_t id, bool& is_bad) {
-    if (id < -1 || id >= kNumExperts) is_bad = true;
-    return id < 0 || id >= kNumExperts ? -1 : static_cast<int32_t>(id);
+CUEP_DEVICE int32_t checked_expert(int32_t low, int32_t high, bool& is_bad) {
+    const bool is_expert = high == 0 && static_cast<uint32_t>(low) < static_cast<uint32_t>(kNumExperts);
+    is_bad = !is_expert && (low & high) != -1;
+    return is_expert ? low : -1;
 }
 
 // The expert at [token, k] of [num_tokens, kNumTopk] int32 or int64 ids.
 template <int kNumExperts, int kNumTopk>
 CUEP_DEVICE int32_t load_expert(const uint8_t* topk_idx, bool is_int64, int64_t token, int k) {
+    const int32_t* words = reinterpret_cast<const int32_t*>(topk_idx);
     const int64_t at = token * kNumTopk + k;
     bool is_bad = false;
-    return checked_expert<kNumExperts>(is_int64 ? reinterpret_cast<const int64_t*>(topk_idx)[at]
-                                                : int64_t{reinterpret_cast<const int32_t*>(topk_idx)[at]},
-                                       is_bad);
+    const int32_t low = words[is_int64 ? 2 * at : at];
+    return checked_expert<kNumExperts>(low, is_int64 ? words[2 * at + 1] : low >> 31, is_bad);
 }
 
 // All experts of a token, in 16-byte pieces where size and address allow. Returns how many ids are out of range.
 template <int kNumExperts, int kNumTopk>
 CUEP_DEVICE uint32_t load_experts(const uint8_t* topk_idx, bool is_int64, int64_t token, int32_t (&experts)[kNumTopk]) {
-    int64_t ids[kNumTopk];
-    const uint8_t* row = topk_idx + token * kNumTopk * (is_int64 ? 8 : 4);
-    const bool is_aligned = reinterpret_cast<uint64_t>(topk_idx) % 16 == 0;
-    if (kNumTopk % 4 == 0 && !is_int64 && is_aligned) {
-#pragma unroll
-        for (int k = 0; k + 3 < kNumTopk; k += 4) {
-            const int4 piece = reinterpret_cast<const int4*>(row)[k / 4];
-            ids[k] = piece.x;
-            ids[k + 1] = piece.y;
-            ids[k + 2] = piece.z;
-            ids[k + 3] = piece.w;
-        }
-    } else {
+    int32_t low[kNumTopk], high[kNumTopk];
+    const int32_t* row = reinterpret_cast<const int32_t*>(topk_idx) + token * kNumTopk * (is_int64 ? 2 : 1);
+    if (is_int64) {
 #pragma unroll
         for (int k = 0; k < kNumTopk; k++) {
-            ids[k] =
-                is_int64 ? reinterpret_cast<const int64_t*>(row)[k] : int64_t{reinterpret_cast<const int32_t*>(row)[k]};
+            low[k] = row[2 * k];
+            high[k] = row[2 * k + 1];
         }
+    } else {
+        if (kNumTopk % 4 == 0 && reinterpret_cast<uint64_t>(topk_idx) % 16 == 0) {
+#pragma unroll
+            for (int k = 0; k + 3 < kNumTopk; k += 4) {
+                const int4 piece = reinterpret_cast<const int4*>(row)[k / 4];
+                low[k] = piece.x;
+                low[k + 1] = piece.y;
+                low[k + 2] = piece.z;
+                low[k + 3] = piece.w;
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < kNumTopk; k++) low[k] = row[k];
+        }
+#pragma unroll
+        for (int k = 0; k < kNumTopk; k++) high[k] = low[k] >> 31;
     }
     uint32_t num_bad = 0;
 #pragma unroll
     for (int k = 0; k < kNumTopk; k++) {
         bool is_bad = false;
-        experts[k] = checked_expert<kNumExperts>(ids[k], is_bad);
+        experts[k] = checked_expert<kNumExperts>(low[k], high[k], is_bad);
         num_bad += is_bad;
     }
     return num_bad;
