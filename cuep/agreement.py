@@ -48,7 +48,7 @@ def together(comm: Comm, work: Callable[[], T], otherwise: type[CuepError] = Dev
     problem: Exception | None = None
     try:
         result = work()
-    except (CuepError, MemoryError) as error:
+    except Exception as error:  # also of a user's allocator
         problem = error
     problems = comm.allgather(None if problem is None else f"{type(problem).__name__}: {problem}")
     if problem is not None:

@@ -28,6 +28,7 @@ from cuep.status import OPERATIONS, Cause, Report
 from cuep.world import World
 
 _serials = itertools.count()
+_ROUTINGS = 32  # that ll dispatch tells apart: kRoutingShift of ll_dispatch.cuh
 _leaked: list[Any] = []  # memory of groups that could not be closed in order: kernels may still use it
 
 
@@ -61,6 +62,7 @@ class Group:
 
     def __init__(self, world: World, cfg: GroupConfig, ranks: Sequence[int] | None = None) -> None:
         world.check_open()
+        world.check_orderly()
         self.is_closed = True  # until there is something to close
         agreed = agree_on_members(world.comm, cfg, ranks, is_capturing=world.backend.stream(None).is_capturing())
         self.serial = next(_serials)
@@ -72,7 +74,7 @@ class Group:
         self.rank = self.members.index(world.rank) if self.is_active else -1
         self.num_ranks = len(self.members)
         #: to compile together; None where other groups may be made at the same time
-        self.comm: Comm | None = world.comm if ranks is None else None
+        self.comm: Comm | None = world.comm if self.members == tuple(range(world.size)) else None
         self.num_local_experts = cfg.num_experts // self.num_ranks
         self.lock = threading.RLock()
         self._process = os.getpid()
@@ -81,6 +83,7 @@ class Group:
         self._tickets = itertools.count(1)
         self._in_flight: deque[tuple[int, tuple[Any, ...]]] = deque()
         self._num_dispatches = 0
+        self._num_routings = 0
         self._pending: list[tuple[int, Handle]] = []  # number and handle of dispatches only sent, oldest first
         self._handle_serials = itertools.count(1)
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -100,7 +103,7 @@ class Group:
                 together(comm, self._load_kernels)
             else:
                 self._load_kernels()
-        except (CuepError, MemoryError):  # raised on every rank
+        except Exception:  # raised on every rank
             self.is_closed = True
             self.memory.free()
             raise
@@ -184,7 +187,8 @@ class Group:
             self.check_turn("create_handle")
             try:
                 handle = Handle(self, next(self._handle_serials))
-            except MemoryError:
+            except Exception:  # no memory, as the allocator's own kind of error may say
+                self.take_routing()
                 self.refuse_route(self.fallback_stream())  # the peers wait for this rank's part
                 raise
             self._handles[handle.serial] = handle
@@ -247,6 +251,11 @@ class Group:
                     f"{call}: num_buffers={self.cfg.num_buffers} operations of a kind may be under way at a time;"
                     f" complete() the oldest pending dispatch first (handle {handle.serial})"
                 )
+
+    def take_routing(self) -> int:
+        """Number a create_handle or update, accepted or refused: all ranks make these calls in the same order."""
+        self._num_routings += 1
+        return self._num_routings % _ROUTINGS
 
     def take_turn(self) -> None:
         """A dispatch is sent or refused."""
@@ -357,11 +366,11 @@ class Group:
     def close(self) -> None:
         """Free the group's memory. Collective; twice is fine.
 
-        Waits for what is enqueued, and for the peers at most timeout_s: what was not freed by then is leaked. On a rank
-        that saw a PeerTimeout it is local, and memory is leaked.
+        Waits for what is enqueued, and for the peers at most timeout_s. Where they do not come, or a rank has seen a
+        PeerTimeout, memory is leaked. If all ranks did come, a new group can be made in any case; else none.
 
         Raises:
-            what check() would have raised, after closing; PeerTimeout if the peers did not come.
+            what check() would have raised, after closing; PeerTimeout if the peers did not come or broke down.
         """
         with self.lock:
             if self.is_closed:
@@ -372,10 +381,17 @@ class Group:
                     self.check()
                 except CuepError as error:
                     problem = error
-            is_late = self._broken is None and not self.world.meet(self._timeout_s)
-            if is_late and problem is None:  # a peer may still be storing into this arena
-                problem = PeerTimeout("close: the peers did not close this group in time; its memory is leaked")
-            is_leaked = self._broken is not None or is_late
+            is_leaked = True  # unless all ranks say that no kernel can still be storing into an arena
+            if not self.world.meet(self._timeout_s):
+                late = "close: the peers did not close this group in time; its memory is leaked"
+                problem = problem or (PeerTimeout(late) if self._broken is None else None)
+            else:
+                broken = [
+                    rank for rank, is_it in enumerate(self.world.comm.allgather(self._broken is not None)) if is_it
+                ]
+                is_leaked = bool(broken)
+                if broken and self._broken is None and problem is None:
+                    problem = PeerTimeout(f"close: this group broke down on ranks {broken}; its memory is leaked")
             self._end(is_leaked=is_leaked)
             if not is_leaked:
                 self.memory.free()

@@ -88,6 +88,7 @@ class Handle:
 
     def __init__(self, group: Group, serial: int) -> None:
         self.serial = serial
+        self.routing = 0  # number of its routing among the group's, modulo 32: the same on all ranks
         self.num_rows = 0
         self.num_tokens = 0
         self.count: arrays.View | None = None  # the caller's num_tokens on the device, until it has been read
@@ -121,6 +122,7 @@ class Handle:
             self._check_open()
             self._check_not_pending(call)
             group.check_turn(call)  # a refused routing counts as the dispatch that follows (ll)
+            self.routing = group.take_routing()
             self._stage = Stage.UNROUTED
             try:
                 chosen = group.choose_stream(stream, topk_idx)
@@ -223,8 +225,9 @@ class Handle:
                 with at least the received rows (ht). rank_major and flat: each row is already the sum over this rank's
                 experts. Rows may be strided, each contiguous and 16-byte aligned (ll: with one stride for all rows).
                 With send_only it must stay as it is until complete().
-            topk_weights: expert_major: "handle" = those of create_handle; None = 1; with reduce="exact" also
-                [num_rows, num_topk] float32, C-contiguous. rank_major and flat apply no weights.
+            topk_weights: expert_major: "handle" = those of create_handle; None = 1 (with reduce="per_rank" on all ranks
+                or on none); with reduce="exact" also [num_rows, num_topk] float32, C-contiguous. rank_major and flat
+                apply no weights.
             bias: [num_rows, H] of combine_dtype, or a tuple of two, added once to each token in fp32 before the one
                 rounding. Rows as those of expert_out.
             row_weight_grads: float32, C-contiguous, on all ranks or on none: a number for each received (row, k):

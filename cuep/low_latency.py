@@ -98,6 +98,7 @@ class LowLatency:
             record["topk_idx"] = idx.address
             record["is_int64"] = idx.dtype == "int64"
             record["topk_weights"] = 0 if weights is None else weights.address
+        record["routing"] = handle.routing
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
         record["is_send"], record["is_receive"] = True, not send_only

@@ -33,6 +33,8 @@ class Cause(enum.IntEnum):
     OVERFLOW = 4
     GRADS_DIFFER = 5
     BANK_TAKEN = 6
+    WEIGHTS_DIFFER = 7
+    MISPAIRED = 8
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,16 @@ class Refusal:
             return OrderError(
                 f"{self.operation}: num_buffers={cfg.num_buffers} operations of a kind may be under way at a time;"
                 " nothing was sent: complete() the oldest pending one first"
+            )
+        if self.cause is Cause.MISPAIRED:
+            return OrderError(
+                f"{self.operation}: the ranks dispatch handles of different create_handle or update calls, as happens"
+                " when one of these was refused while another handle had yet to be dispatched; nothing was dispatched"
+            )
+        if self.cause is Cause.WEIGHTS_DIFFER:
+            return ArgumentError(
+                f"{self.operation}: topk_weights=None was given on some ranks and not on others, which"
+                f" reduce={cfg.reduce!r} does not allow; nothing was combined"
             )
         if self.cause is Cause.GRADS_DIFFER:
             return ArgumentError(

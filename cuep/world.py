@@ -44,6 +44,7 @@ class World:
         comm: the communicator.
         backend: the machine, `backend.name` "cpu" or "cuda"; `backend.xp` is NumPy or CuPy.
         backend_reason: why this backend was chosen, for people.
+        is_orderly: whether all ranks have met whenever they should.
     """
 
     def __init__(self, comm: Comm, backend: Backend, backend_reason: str, *, owns_comm: bool) -> None:
@@ -54,7 +55,7 @@ class World:
         self.backend_reason = backend_reason
         self.is_closed = False
         self._owns_comm = owns_comm
-        self._is_orderly = True  # all ranks have met whenever they should
+        self.is_orderly = True
         self._groups: list[Group] = []
         _open_worlds.add(self)
 
@@ -66,6 +67,14 @@ class World:
     def check_open(self) -> None:
         if self.is_closed:
             raise ClosedError("this world is closed")
+
+    def check_orderly(self) -> None:
+        """A rank that is out of step would meet the others in the wrong collective call, and hang."""
+        if not self.is_orderly:
+            raise ClosedError(
+                "the ranks of this world are out of step since one of them timed out: no new group can be made; start"
+                " the job again"
+            )
 
     def register(self, group: Group) -> None:
         self._groups.append(group)
@@ -82,11 +91,11 @@ class World:
         the rank itself.
         """
         try:
-            self._is_orderly = self._is_orderly and all(idle_barrier(self.comm, seconds) for _ in range(2))
+            self.is_orderly = self.is_orderly and all(idle_barrier(self.comm, seconds) for _ in range(2))
         except Exception as error:  # the communicator's own kind
             _log.warning("the ranks cannot meet: %s", error)
-            self._is_orderly = False
-        return self._is_orderly
+            self.is_orderly = False
+        return self.is_orderly
 
     def close(self) -> None:
         """Close groups that are still open, oldest first, then the backend. Collective; twice is fine.
@@ -110,7 +119,7 @@ class World:
     def _end(self) -> None:
         self.is_closed = True
         _open_worlds.discard(self)
-        if not self._is_orderly:
+        if not self.is_orderly:
             return
         self.backend.close()
         if self._owns_comm:
@@ -127,7 +136,7 @@ class World:
         # peers may be elsewhere: a collective close could wait for them for ever
         for group in list(self._groups):
             group.abandon()
-        self._is_orderly = False
+        self.is_orderly = False
         self._end()
 
 

@@ -126,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_partial(
     Rows::combine<kNumPushWarps, kNumSumWarps>(
         p,
         p.expert_offsets[kNumLocalExperts],
+        p.is_weighted,
         [&](const Operation& op, const int32_t* recv_base, int warp) { push_sums(p, op, recv_base, warp); },
         [&](int64_t) { return static_cast<const uint8_t*>(nullptr); },  // own sums are staged as well
         [&](int64_t message, int k) {

@@ -88,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_push(con
     Rows::combine<kNumPushWarps, kNumSumWarps>(
         p,
         p.recv_base[kNumRanks],
+        true,
         [&](const Operation& op, const int32_t* recv_base, int warp) {
             push_rows(p, op, recv_base, warp, Pipe(smem, warp, kNumPushWarps));
         },

@@ -223,14 +223,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
     // send all that this block owes before it waits for rows
     if (p.is_send) {
-        if (blockIdx.x == gridDim.x - 1) publish_totals(p, op, bank);
+        if (blockIdx.x == gridDim.x - 1) publish_totals(p, op, bank, kIsRankMajor || p.is_weighted);
         send_answers(p, op, bank, most, is_any, answer);
     }
 
     // every rank says how much it sends, or that it refused; then the sums, token by token as they arrive
     Verdict verdict{-1, Cause::kCall};
     if (p.is_receive) {
-        if (!wait_totals(p, op, bank, totals)) return;
+        if (!wait_totals(p, op, bank, totals, [](uint32_t total) { return total; })) return;
         verdict = verdict_of(p, totals);
         const int num_tokens = verdict.refused_by < 0 ? count : 0;
         for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {

@@ -56,6 +56,7 @@ struct Params {
     int32_t num_banks;  // a power of two
     uint32_t handle;
     uint32_t ticket;
+    uint32_t routing;  // number of the routing that is dispatched, modulo 32
     bool is_count_int64;
     bool is_int64;
     bool is_send;  // phases of this launch: both are a whole operation
@@ -282,20 +283,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         __syncthreads();
     }
 
-    int refused_by = -1;
+    DispatchVerdict verdict{-1, Cause::kCall};
     if (p.is_receive) {
-        if (!wait_totals(p, op, bank, s.counts.totals)) return;
-        refused_by = refusing_rank(p, s.counts.totals);
-        if (refused_by < 0 && !receive(p, op, bank, num_tokens, last, token, is_writer, s)) return;
+        if (!wait_slots(p, op, bank, s.counts)) return;
+        verdict = verdict_of(p, count, s.counts);
+        if (verdict.refused_by < 0 && !receive(p, op, bank, num_tokens, last, token, is_writer, s)) return;
     }
 
     if (!is_last_block(op)) return;
     publish_done(p, op, bank);
     if (threadIdx.x == 0) {
         if (p.is_receive) p.state->refused = 0;
-        if (refused_by >= 0) {
-            mark_refused(p, Op::kDispatch, refused_by, count < 0 ? Cause::kTokenCount : Cause::kZoneFull);
-        }
+        if (verdict.refused_by >= 0) mark_refused(p, Op::kDispatch, verdict.refused_by, verdict.own_cause);
         end_phase(p, op);
     }
 }

@@ -12,7 +12,8 @@
 
 namespace cuep {
 
-constexpr uint32_t kHasGrads = 1u << 30;  // in a word of totals: gradients of weights come with the rows
+constexpr uint32_t kUnweighted = 1u << 29;  // in a word of totals: this rank applies no weights
+constexpr uint32_t kHasGrads = 1u << 30;    // in a word of totals: gradients of weights come with the rows
 
 // E: element type. kIsOwnStaged: a rank's rows for its own tokens go through staging, too.
 template <int kRanks, int kExpertsPerRank, int kTopk, int kBytes, class E, bool kIsOwnStaged>
@@ -63,16 +64,21 @@ struct Home {
         Cause own_cause;
     };
 
+    static CUEP_DEVICE bool is_all_or_none(uint32_t ranks) {
+        return ranks == 0 || ranks == 0xffffffffu >> (32 - kRanks);
+    }
+
     // From what every rank published; lane r has rank r's word. The whole warp calls.
     template <class Params>
     static CUEP_DEVICE Verdict judge(const Params& p, bool is_refused, uint32_t total) {
         const int lane = lane_idx();
         const uint32_t refusing = __ballot_sync(0xffffffffu, lane < kRanks && total == kRefused);
         const uint32_t with_grads = __ballot_sync(0xffffffffu, lane < kRanks && (total & kHasGrads) != 0);
+        const uint32_t unweighted = __ballot_sync(0xffffffffu, lane < kRanks && (total & kUnweighted) != 0);
         if (is_refused) return {p.rank, Cause::kTooFewRows};
         if (refusing != 0) return {__ffs(static_cast<int>(refusing)) - 1, Cause::kCall};
-        const bool is_agreed = with_grads == 0 || with_grads == (0xffffffffu >> (32 - kRanks));
-        return {is_agreed ? -1 : p.rank, Cause::kGradsDiffer};
+        if (!is_all_or_none(with_grads)) return {p.rank, Cause::kGradsDiffer};
+        return {is_all_or_none(unweighted) ? -1 : p.rank, Cause::kWeightsDiffer};
     }
 
     // y[t] and weight_grads[t]. own_row(row): this rank's own term; own_grad(row, k). The whole warp calls; false: gave
@@ -161,7 +167,8 @@ struct Home {
 
     // The whole operation. num_needed: rows that expert_out must have. push(op, recv_base, warp) pushes a warp's share.
     template <int kNumPushWarps, int kNumSumWarps, class Params, class Push, class OwnRow, class OwnGrad>
-    static CUEP_DEVICE void combine(const Params& p, int32_t num_needed, Push push, OwnRow own_row, OwnGrad own_grad) {
+    static CUEP_DEVICE void combine(
+        const Params& p, int32_t num_needed, bool is_weighted, Push push, OwnRow own_row, OwnGrad own_grad) {
         static_assert((kNumPushWarps + kNumSumWarps) * 32 > kRanks, "one thread for each rank, and one for the sum");
         __shared__ int32_t recv_base[kRanks + 1];
         __shared__ Verdict verdict;
@@ -177,9 +184,9 @@ struct Home {
         if (block_any(!is_ok || is_off)) return;
         fence_proxy_async();  // what peers read from staging comes before the bulk copies that write it
         if (blockIdx.x == 0 && tid < kRanks) {  // pairs with the wait for totals below
-            const uint32_t has_grads = p.row_weight_grads != nullptr ? kHasGrads : 0;
+            const uint32_t flags = (p.row_weight_grads ? kHasGrads : 0) | (is_weighted ? 0 : kUnweighted);
             const uint32_t num_rows = static_cast<uint32_t>(recv_base[tid + 1] - recv_base[tid]);
-            st_relaxed_sys(total_of(p, tid, p.rank), tagged(op, is_refused ? kRefused : num_rows | has_grads));
+            st_relaxed_sys(total_of(p, tid, p.rank), tagged(op, is_refused ? kRefused : num_rows | flags));
         }
 
         // push warps send all they owe and wait for nobody; sum warps first hear from every rank

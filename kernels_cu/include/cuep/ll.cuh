@@ -93,11 +93,17 @@ CUEP_DEVICE Bank wait_bank(const Params& p, const Operation& op, int bank, const
 }
 
 // What every rank says of its part, into shared memory: how much it sends, or kRefused. False: gave up.
-template <class Params>
-CUEP_DEVICE bool wait_totals(const Params& p, const Operation& op, int bank, uint32_t (&totals)[kNumRanks]) {
+// decode(word) is what is kept of it.
+template <class Params, class Decode>
+CUEP_DEVICE bool wait_totals(
+    const Params& p, const Operation& op, int bank, uint32_t (&totals)[kNumRanks], Decode decode) {
     const int tid = threadIdx.x;
     bool is_ok = true;
-    if (tid < kNumRanks) is_ok = wait_word(op, total_of(p, p.rank, bank, tid), tid, totals[tid]);
+    if (tid < kNumRanks) {
+        uint32_t total = 0;
+        is_ok = wait_word(op, total_of(p, p.rank, bank, tid), tid, total);
+        totals[tid] = decode(total);
+    }
     return !block_any(!is_ok);
 }
 

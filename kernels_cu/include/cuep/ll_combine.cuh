@@ -8,6 +8,7 @@ namespace cuep {
 
 constexpr int kElemsPerVec = kPerVec<elem_t>;
 constexpr int kTermsInFlight = kNumTopk < 8 ? kNumTopk : 8;  // terms of a sum that a thread loads before it adds
+constexpr uint32_t kUnweighted = 1u << 29;                   // in a total: this rank's call has no weights
 constexpr uint32_t kHasGrads = 1u << 30;                     // in a total: this rank's call has row_weight_grads
 
 template <class Params>
@@ -28,15 +29,15 @@ CUEP_DEVICE void refuse_combine(const Params& p) {
 
 // How much this rank sends to each, or that it refused; by one block (pairs with wait_totals).
 template <class Params>
-CUEP_DEVICE void publish_totals(const Params& p, const Operation& op, int bank) {
+CUEP_DEVICE void publish_totals(const Params& p, const Operation& op, int bank, bool is_weighted) {
     const int tid = threadIdx.x;
     if (tid >= kNumRanks) return;
-    const uint32_t grads = p.row_weight_grads == nullptr ? 0 : kHasGrads;
-    const uint32_t total = p.is_refused ? kRefused : static_cast<uint32_t>(p.num_rows[tid]) | grads;
+    const uint32_t flags = (p.row_weight_grads == nullptr ? 0 : kHasGrads) | (is_weighted ? 0 : kUnweighted);
+    const uint32_t total = p.is_refused ? kRefused : static_cast<uint32_t>(p.num_rows[tid]) | flags;
     st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
 }
 
-// Who refused, or -1. If only some ranks have gradients, each refuses its own part.
+// Who refused, or -1. If only some ranks have gradients, or weights, each refuses its own part.
 struct Verdict {
     int refused_by;
     Cause cause;
@@ -47,8 +48,8 @@ CUEP_DEVICE Verdict verdict_of(const Params& p, const uint32_t (&totals)[kNumRan
     const int refused_by = refusing_rank(p, totals);
     if (refused_by >= 0) return {refused_by, Cause::kCall};
     uint32_t differs = 0;
-    for (int r = 0; r < kNumRanks; r++) differs |= (totals[r] ^ totals[0]) & kHasGrads;
-    return {differs == 0 ? -1 : p.rank, Cause::kGradsDiffer};
+    for (int r = 0; r < kNumRanks; r++) differs |= (totals[r] ^ totals[0]) & (kHasGrads | kUnweighted);
+    return {differs == 0 ? -1 : p.rank, differs & kHasGrads ? Cause::kGradsDiffer : Cause::kWeightsDiffer};
 }
 
 // Rows that this rank received from the peer that sent most.

@@ -6,6 +6,11 @@
 
 namespace cuep {
 
+// A word of totals: slots used, and which of the group's routings this is, modulo 32, so that ranks which dispatch
+// different handles find out. (Beyond it bits 30 and 31 are 0, so no total is kRefused.)
+constexpr int kRoutingShift = 25;
+constexpr uint32_t kMispaired = kRefused - 1;  // in place of a total: a rank dispatches another routing
+
 // A token on its way out: its row in registers, and where it goes.
 struct Token {
     uint4 row[kVecsPerThread];  // this thread's pieces
@@ -84,7 +89,8 @@ CUEP_DEVICE void publish_counts(
     }
     if (tid < kNumRanks) {  // pairs with wait_totals; last, since who sees it asks for the counts next
         const bool is_refused = p.is_refused || is_over || count == kBadTokenCount;
-        const uint32_t total = is_refused ? kRefused : static_cast<uint32_t>(counts.ranks[tid]);
+        const uint32_t num_slots = static_cast<uint32_t>(counts.ranks[tid]);
+        const uint32_t total = is_refused ? kRefused : num_slots | p.routing << kRoutingShift;
         st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
     }
     if (tid == 0 && is_new_routing(p)) p.state->num_tokens = count;
@@ -185,6 +191,31 @@ CUEP_DEVICE void send_token(
 CUEP_DEVICE int32_t local_expert_at(const Outgoing& out, int dst, int k) {
     const int32_t e = out.expert[k];
     return e >= 0 && e / kNumLocalExperts == dst ? e % kNumLocalExperts : -1;
+}
+
+// The ranks' totals, without the number of the routing. False: gave up.
+template <class Params>
+CUEP_DEVICE bool wait_slots(const Params& p, const Operation& op, int bank, Counts& counts) {
+    return wait_totals(p, op, bank, counts.totals, [&](uint32_t total) {
+        if (total == kRefused) return total;
+        return total >> kRoutingShift == p.routing ? total & ((1u << kRoutingShift) - 1) : kMispaired;
+    });
+}
+
+// Who keeps this dispatch from being one, or -1, and why, where this rank itself finds it.
+struct DispatchVerdict {
+    int refused_by;
+    Cause own_cause;
+};
+
+template <class Params>
+CUEP_DEVICE DispatchVerdict verdict_of(const Params& p, int count, const Counts& counts) {
+    const int refused_by = refusing_rank(p, counts.totals);
+    if (refused_by >= 0) return {refused_by, count < 0 ? Cause::kTokenCount : Cause::kZoneFull};
+    for (int r = 0; r < kNumRanks; r++) {
+        if (counts.totals[r] == kMispaired) return {p.rank, Cause::kMispaired};
+    }
+    return {-1, Cause::kCall};
 }
 
 // Slots filled by the peer that filled most.

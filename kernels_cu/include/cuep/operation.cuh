@@ -20,6 +20,8 @@ enum class Cause : uint32_t {
     kOverflow = 4,
     kGradsDiffer = 5,
     kBankTaken = 6,
+    kWeightsDiffer = 7,
+    kMispaired = 8,
 };
 
 // Device memory of one rank, one per group. Only the last block of a kernel writes epochs, so that every block of one
