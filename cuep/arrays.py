@@ -212,6 +212,35 @@ def check_shape(array: View, name: str, shape: tuple[int | None, ...], dtypes: t
         raise ArgumentError(f"{name} has shape {list(array.shape)}, allowed: [{allowed}]")
 
 
+Rows = tuple[int, int, int, int]  # address of the first row, rows, bytes from row to row, bytes of a row
+
+
+def rows_of(view: View) -> Rows:
+    """An array of rows with one stride, of any number of dimensions."""
+    shape, strides = view.shape, view.strides
+    num_rows = 1
+    for size in shape[:-1]:
+        num_rows *= size
+    row_bytes = shape[-1] * _itemsize(view.dtype) if shape else 0
+    return view.address, num_rows, strides[-2] if len(shape) > 1 else row_bytes, row_bytes
+
+
+def check_apart(read: View, name: str, written: Rows, what: str) -> None:
+    """What an operation reads must not lie in what it writes while it reads."""
+    first, num_rows, stride, row_bytes = rows_of(read)
+    first_w, num_rows_w, stride_w, row_bytes_w = written
+    if not (num_rows and num_rows_w and row_bytes and row_bytes_w):
+        return
+    end, end_w = first + (num_rows - 1) * stride + row_bytes, first_w + (num_rows_w - 1) * stride_w + row_bytes_w
+    if first >= end_w or first_w >= end:
+        return
+    if stride == stride_w and stride > 0:  # columns of one wider array
+        ahead = (first_w - first) % stride
+        if row_bytes <= ahead <= stride - row_bytes_w:
+            return
+    raise ArgumentError(f"{name} lies in {what}")
+
+
 def check_rows(view: View, name: str, row_bytes: int) -> None:
     """Check that a [rows, columns] argument has contiguous, aligned rows that do not overlap."""
     if not all(view.shape):

@@ -141,6 +141,11 @@ class GroupConfig:
         shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "allocator"}
         return shared | {"variants": dict(self.variants)}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: a mapping proxy has neither."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"variants": dict(self.variants)}
+        return _make_config, (values,)
+
     def _choose(self, name: str, allowed: tuple[str, ...], where: str = "") -> None:
         """Give a setting that is None the first of what is allowed; refuse any other that is not."""
         if getattr(self, name) is None:
@@ -166,6 +171,10 @@ class GroupConfig:
                 f"max_tokens_per_rank={self.max_tokens_per_rank} is too large: {product} * max_tokens_per_rank is "
                 f"{rows}, allowed: below 2**31; at most {self.max_tokens_per_rank * (2**31 - 1) // rows} tokens"
             )
+
+
+def _make_config(values: dict[str, Any]) -> GroupConfig:
+    return GroupConfig(**values)
 
 
 def _count(value: Any, name: str, most: int) -> int:

@@ -47,7 +47,8 @@ class Received:
         topk_weights: float32; rank_major and flat: the shape of topk_idx, 0 where that is -1; ht expert_major: [R], the
             weight of every row. None if the handle has no weights.
         total: int32 [1], rows that came or, with overflow="drop", would have come.
-        lease: keeps a receive buffer (ht) from other handles as long as someone holds these rows.
+        lease: keeps a receive buffer (ht) from other handles as long as someone holds this Received, or its handle
+            lives: an array of it alone does not.
     """
 
     tokens: Any
@@ -186,9 +187,9 @@ class Handle:
                 into = None if out is None else group.view(out, "out", is_written=True)
                 group.mode.prepare_dispatch(self, into)
                 if into is not None:
-                    _check_apart(view, "x", _range(into), "out, which dispatch writes")
-                _check_apart(
-                    view, "x", self.state.recv_range, "this handle's own Received.tokens, which its dispatch writes"
+                    arrays.check_apart(view, "x", arrays.rows_of(into), "out, which dispatch writes")
+                arrays.check_apart(
+                    view, "x", self.state.recv_rows, "this handle's own Received.tokens, which its dispatch writes"
                 )
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
@@ -424,9 +425,14 @@ class Handle:
             arrays.check_shape(grads, "row_weight_grads", shape, ("float32",))
             _check_contiguous(grads, "row_weight_grads")
         y = self._y_view if out is None else self._check_output_like(out, "out", is_written=True)
-        if out is not None:
-            for name, other in (("expert_out", expert_out), *zip(names, biases, strict=True)):
-                _check_apart(other, name, _range(y), "out, which combine writes")
+        written, what = arrays.rows_of(y), "out" if out is not None else "this handle's own y"
+        for name, read in (("expert_out", expert_out), ("topk_weights", weights), ("row_weight_grads", grads)):
+            if read is not None:
+                arrays.check_apart(read, name, written, f"{what}, which combine writes")
+        for name, bias_view in zip(names, biases, strict=True):
+            own = arrays.rows_of(bias_view)
+            if (own[0], own[2]) != (written[0], written[2]):  # row by row, y may be written over its bias
+                arrays.check_apart(bias_view, name, written, f"{what}, which combine writes")
         return CombineCall(expert_out, y, weights, topk_weights is not None, biases, grads)
 
     def _check_output_like(self, array: Any, name: str, *, is_written: bool = False) -> arrays.View:
@@ -500,22 +506,8 @@ def _token_count(num_tokens: Any, num_rows: int, group: Group) -> int | arrays.V
     view = group.view(num_tokens, "num_tokens")
     if view.dtype not in _TOPK_DTYPES:
         raise ArgumentTypeError(f"num_tokens has dtype {view.dtype}, allowed: {', '.join(_TOPK_DTYPES)}")
+    if view.address % np.dtype(view.dtype).itemsize:
+        raise ArgumentError(f"num_tokens must be aligned to its element, got address {view.address:#x}")
     if any(size != 1 for size in view.shape):
         raise ArgumentError(f"num_tokens has shape {list(view.shape)}, allowed: a number, or an array of one element")
     return view
-
-
-def _range(view: arrays.View) -> tuple[int, int]:
-    """Addresses between which the rows of a [rows, columns] array start."""
-    last = (view.shape[0] - 1) * view.strides[0] + 1 if view.shape[0] else 0
-    return view.address, view.address + last
-
-
-def _check_apart(read: arrays.View, name: str, written: tuple[int, int], what: str) -> None:
-    """What an operation reads must not lie in what it writes while it reads."""
-    rows = read.shape[0]
-    for size in read.shape[1:-1]:
-        rows *= size
-    end = read.address + (rows - 1) * read.strides[-2] + 1 if rows else read.address
-    if read.address < written[1] and written[0] < end:
-        raise ArgumentError(f"{name} lies in {what}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cuep import layout
-from cuep.arrays import View, check_rows
+from cuep.arrays import Rows, View, check_rows
 from cuep.backend import Array, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.launching import CombineCall, KernelSpec, elem_type, load_kernels, set_combine, set_count
@@ -33,7 +33,7 @@ class HandleState:
     route: FastRecord
     dispatch: FastRecord
     combine: FastRecord
-    recv_range: tuple[int, int] = (0, 0)  # addresses between which dispatch writes rows
+    recv_rows: Rows = (0, 0, 0, 0)  # that dispatch writes
     lease: Lease | None = None
     is_lease_kept: bool = True  # False: only for a dispatch into the caller's own array
     is_out: bool = False  # rows of the newest dispatch are in the caller's own array
@@ -123,7 +123,7 @@ class HighThroughput:
             state.is_lease_kept = out is None
             num_bytes = self._max_rows * group.cfg.row_bytes
             first = group.memory.address + group.arena.offsets["recv_tokens"] + state.lease.buffer * num_bytes
-            state.recv_range = (first, first + num_bytes)
+            state.recv_rows = (first, self._max_rows, group.cfg.row_bytes, group.cfg.row_bytes)
             state.dispatch["buffer"] = state.lease.buffer
         state.is_lease_kept |= out is None
 
@@ -207,7 +207,7 @@ class HighThroughput:
         state = handle.state
         if state.lease is not None and not state.is_lease_kept:
             state.lease.give_back()
-            state.lease, state.recv_range = None, (0, 0)
+            state.lease, state.recv_rows = None, (0, 0, 0, 0)
 
     def _records(self, handle: Handle | None) -> HandleState:
         """Params for a handle, or (None) for refusing a call that has no handle."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuep import layout
-from cuep.arrays import View
+from cuep.arrays import Rows, View
 from cuep.backend import Array, Stream
 from cuep.config import DTYPE_BYTES
 from cuep.errors import ArgumentError, ArgumentTypeError
@@ -31,7 +31,7 @@ class HandleState:
 
     dispatch: FastRecord
     combine: FastRecord
-    recv_range: tuple[int, int] = (0, 0)  # addresses between which dispatch writes rows
+    recv_rows: Rows = (0, 0, 0, 0)  # that dispatch writes
     lease: None = None  # the arrays own their memory
 
 
@@ -89,7 +89,7 @@ class LowLatency:
             _check_rows(out, "out", tokens.shape, self._group.cfg.dtype)
             begin, row_stride = out.address, out.strides[1]
         record["tokens"], record["tokens_stride"] = begin, row_stride
-        handle.state.recv_range = (begin, begin + tokens.shape[0] * tokens.shape[1] * row_stride)
+        handle.state.recv_rows = (begin, tokens.shape[0] * tokens.shape[1], row_stride, self._group.cfg.row_bytes)
 
     def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream, *, send_only: bool) -> int:
         record = handle.state.dispatch

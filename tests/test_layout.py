@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cuep
-from cuep import layout
+from cuep import jit, layout
 from cuep.backend.cpu import CpuBackend
 
 MIB = 2**20
@@ -138,3 +139,14 @@ def test_unknown_variants_are_named() -> None:
         cfg = config(num_experts=8, hidden=64, num_topk=2, max_tokens_per_rank=4, variants={"dispatch": "magic"})
         with pytest.raises(cuep.ArgumentError, match=r"variants\['dispatch'\]='magic' is not allowed; .*direct"):
             cuep.Group(world, cfg)
+
+
+def test_every_variant_says_what_it_serves() -> None:
+    """Where an operation has several kernel files, each names its form: else it is offered for one that it is not for."""
+    names = [name for name in jit.kernel_names() if name.count("_") == 2]
+    operations = [name.rpartition("_")[0] for name in names]
+    for name, operation in zip(names, operations, strict=True):
+        source = (jit.KERNELS_DIR / f"{name}.cu").read_text()
+        assert operations.count(operation) == 1 or re.search(r"^// serves: ", source, re.MULTILINE), name
+    assert jit.variants("ll_dispatch", {"layout": "expert_major", "reduce": "exact"}) == ["direct"]
+    assert jit.variants("ht_combine", {"layout": "flat", "reduce": "per_rank"}) == ["push"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -417,3 +419,77 @@ def test_capacity_costs_no_compile_and_calls_wait_for_nothing(world: Any, mode: 
             handle.combine(recv.tokens, stream=stream)
         group.check()
         assert jit.stats.compiled == compiled
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arrays_that_overlap(world: Any, form: str) -> None:
+    """What an operation reads must not lie in what it writes: refused by name; columns of one wider array do not."""
+    with cuep.Group(world, config(**FORMS[form])) as group:
+        cfg = group.cfg
+        step = random_step(world, cfg, 17, 8)
+        inputs, _ = expected(world, cfg, step)
+        handle, recv = start(world, group, step)
+        wide = to_device(world, np.zeros((9, 2 * cfg.hidden), step.x.dtype))
+        left, right = wide[:8, : cfg.hidden], wide[:8, cfg.hidden :]
+        y = handle.combine(run_experts(cfg, world, recv), bias=right, out=left)  # of the same rows, side by side
+        reference.assert_same(
+            to_host(world, y), expected_y(cfg, world.rank, step, inputs, bias=(np.zeros_like(step.x),)), "y"
+        )
+        group.check()
+        for bias in (wide[1:9, : cfg.hidden], wide[:8, 8 : cfg.hidden + 8]):
+            recv = handle.dispatch(to_device(world, step.x))
+            with pytest.raises(cuep.ArgumentError, match="bias lies in out, which combine writes"):
+                handle.combine(recv.tokens, bias=bias, out=left)
+            group.check()
+        recv = handle.dispatch(to_device(world, step.x))
+        own = handle.combine(run_experts(cfg, world, recv))
+        recv = handle.dispatch(to_device(world, step.x))
+        handle.combine(run_experts(cfg, world, recv), bias=own)  # row by row over itself
+        handle.update(to_device(world, step.topk_idx[:7]), to_device(world, step.topk_weights[:7]))
+        recv = handle.dispatch(to_device(world, step.x[:7]))
+        with pytest.raises(cuep.ArgumentError, match="bias lies in this handle's own y"):
+            handle.combine(recv.tokens, bias=own[1:8])
+        group.check()
+
+
+def test_weights_on_some_ranks_only(world: Any) -> None:
+    """combine(topk_weights=None) on one rank changes what others get with "per_rank": refused on all."""
+    if world.size == 1:
+        pytest.skip("one rank agrees with itself")
+    for form in ("ll per_rank", "ht expert_major"):
+        with cuep.Group(world, config(**FORMS[form])) as group:
+            step = random_step(world, group.cfg, 18, 8)
+            handle, recv = start(world, group, step)
+            with pytest.raises(cuep.ArgumentError, match="topk_weights=None was given on some ranks and not on others"):
+                handle.combine(recv.tokens, topk_weights=None if world.rank == 0 else "handle")
+                group.check()
+            run_step(world, group, step, handle)
+
+
+@pytest.mark.ranks(2, 4)
+def test_ranks_that_dispatch_different_handles(world: Any) -> None:
+    """ll: create_handle is refused on one rank while another handle is yet to be dispatched: an error, no mixed rows."""
+    with cuep.Group(world, config("ll", timeout_s=2)) as group:
+        stream = world.stream()
+        step = random_step(world, group.cfg, 19, 5)
+        ids, x = to_device(world, step.topk_idx), to_device(world, step.x)
+        first = group.create_handle(ids, stream=stream)
+        if world.rank == 0:
+            with pytest.raises(cuep.ArgumentTypeError):
+                group.create_handle(to_device(world, step.topk_idx.astype(np.int16)), stream=stream)
+        second = group.create_handle(ids, stream=stream)
+        first.dispatch(x, stream=stream)
+        if world.rank != 0:
+            second.dispatch(x, stream=stream)
+        with pytest.raises(
+            cuep.OrderError if world.rank == 0 else cuep.CuepError, match="dispatch handles of different|refused"
+        ):
+            group.check()
+        with contextlib.suppress(cuep.CuepError):
+            group.check()
+
+
+def test_settings_can_be_sent(world: Any) -> None:
+    """A GroupConfig goes through pickle, and so through comm.bcast."""
+    cfg = config("ht", variants={"dispatch": "bulk"})
+    assert world.comm.bcast(cfg, root=0) == cfg and copy.deepcopy(cfg).variants == {"dispatch": "bulk"}

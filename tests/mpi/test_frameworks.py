@@ -75,7 +75,7 @@ def test_torch(world: Any, form: str, dtype: str) -> None:
             x = (source + 0 * big[:6, : cfg.hidden]) @ eye
             handle = group.create_handle(ids, weights)
             recv = handle.dispatch(x)
-            assert recv.tokens.dtype == kind and recv.tokens.data_ptr() == handle.state.recv_range[0]
+            assert recv.tokens.dtype == kind and recv.tokens.data_ptr() == handle.state.recv_rows[0]
             assert recv.tokens.device == device
             factor = torch.from_numpy(np.array(rows_factor(world, cfg, recv))).to(device)
             y = handle.combine((recv.tokens.float() * factor).to(kind), bias=bias if number else None, out=out)
@@ -132,7 +132,7 @@ def test_jax(world: Any, jax: Any, form: str) -> None:
             recv = handle.dispatch(x)
             assert isinstance(recv.tokens, jax.Array) and recv.tokens.dtype == jnp.bfloat16
             if is_cuda:
-                assert recv.tokens.unsafe_buffer_pointer() == handle.state.recv_range[0]
+                assert recv.tokens.unsafe_buffer_pointer() == handle.state.recv_rows[0]
             factor = jax.device_put(np.asarray(rows_factor(world, cfg, recv)), device)
             y = handle.combine((recv.tokens.astype(jnp.float32) * factor).astype(jnp.bfloat16))
             assert isinstance(y, jax.Array)
@@ -177,7 +177,7 @@ def test_numba(world: Any, form: str) -> None:
         handle = group.create_handle(ids, weights)
         recv = handle.dispatch(x)
         assert type(recv.tokens) is type(x) and recv.tokens.dtype == np.float16
-        assert recv.tokens.__cuda_array_interface__["data"][0] == handle.state.recv_range[0]
+        assert recv.tokens.__cuda_array_interface__["data"][0] == handle.state.recv_rows[0]
         group.check()
         factor = to_device(world, np.asarray(rows_factor(world, cfg, recv)))
         answers = (cupy.asarray(recv.tokens).astype("float32") * factor).astype("float16")

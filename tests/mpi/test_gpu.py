@@ -108,7 +108,7 @@ def test_torch_tensors(world: Any, mode: str) -> None:
                 x = torch.from_numpy(step.x.view(np.int16)).to(device).view(torch.bfloat16)
                 handle = group.create_handle(ids, weights)
                 recv = handle.dispatch(x)
-                assert recv.tokens.dtype == torch.bfloat16 and recv.tokens.data_ptr() == handle.state.recv_range[0]
+                assert recv.tokens.dtype == torch.bfloat16 and recv.tokens.data_ptr() == handle.state.recv_rows[0]
                 y = handle.combine(recv.tokens)
                 got = y.view(torch.int16).cpu().numpy().view(step.x.dtype)
             group.check()
