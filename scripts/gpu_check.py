@@ -11,9 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ FEW_TESTS = (
     "tests/mpi/test_gpu.py",
 )
 JOB_TESTS = ("tests/test_jobs.py", "tests/test_death.py")  # they start their ranks themselves
-SOME_JOBS = "sys or for_longer or (a_killed_rank and (ll-combine or ht-dispatch))"
+SOME_JOBS = "sys or (for_longer and ll) or (a_killed_rank and ht-dispatch)"
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Runner:
         self.results = Results()
         self._end = time.monotonic() + seconds
         self._log = (out / "log.txt").open("w")
+        self._lock = threading.Lock()
         self._env = os.environ | {"CUEP_BACKEND": "cuda", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def run(self, name: str, command: list[str], limit_s: float, **env: str) -> tuple[Stage, str]:
@@ -88,7 +91,6 @@ class Runner:
         stage = Stage(name, " ".join(command))
         self.results.stages.append(stage)
         limit_s = min(limit_s, self._end - time.monotonic())
-        self._write(f"\n==== {name}: {stage.command}\n")
         if limit_s < 2:
             stage.note = "not run: out of time"
             return self._finish(stage, "")
@@ -105,27 +107,28 @@ class Runner:
         stage.seconds = round(time.monotonic() - start, 1)
         stage.status = process.returncode
         stage.is_ok = process.returncode == 0 and not stage.note
-        self._write(printed)
         return self._finish(stage, printed)
 
     def ranks(self, name: str, num_ranks: int, command: list[str], limit_s: float, **env: str) -> tuple[Stage, str]:
         return self.run(name, [*mpiexec.command(), "-n", str(num_ranks), *command], limit_s, **env)
 
     def save(self) -> None:
+        with self._lock:
+            self._save()
+
+    def _save(self) -> None:
         self.results.ok = bool(self.results.stages) and all(stage.is_ok for stage in self.results.stages)
         (self.out / "results.json").write_text(json.dumps(asdict(self.results), indent=1) + "\n")
 
     def _finish(self, stage: Stage, printed: str) -> tuple[Stage, str]:
         state = "ok" if stage.is_ok else "FAILED"
         line = f"{state:<7} {stage.name:<24} {stage.seconds:6.1f} s  {stage.note}".rstrip()
-        self._write(f"==== {line}\n")
-        print(line, flush=True)
+        with self._lock:  # some stages run beside others
+            self._log.write(f"\n==== {stage.name}: {stage.command}\n{printed}==== {line}\n")
+            self._log.flush()
+            print(line, flush=True)
         self.save()  # whatever happens to this script, what it knows so far is there
         return stage, printed
-
-    def _write(self, text: str) -> None:
-        self._log.write(text)
-        self._log.flush()
 
 
 def main() -> int:
@@ -161,18 +164,6 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
         runner.results.versions = json.loads(info.read_text())
 
     run_startup(runner, most)
-    if quick:
-        run_tests(runner, most, 90, FEW_TESTS)
-    else:
-        files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/mpi").glob("test_*.py"))]
-        run_tests(runner, most, 170, [name for name in files if name not in FORM_TESTS], has_large=True)
-        run_tests(runner, min(2, most), 150, FORM_TESTS)
-        if most > 1:
-            run_tests(runner, 1, 60, FEW_TESTS)
-        if num_gpus < 8:
-            # More ranks than GPUs is slow and says nothing about speed, but 8 ranks reach what 4 do not.
-            run_tests(runner, 8, 60, ["tests/mpi"])
-
     for tokens in QUICK_LL_TOKENS if quick else LL_TOKENS:
         run_bench(runner, most, "ll", tokens)
     run_bench(runner, most, "ht", HT_TOKENS)
@@ -180,14 +171,47 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
         run_bench(runner, most, mode, tokens, *extra)
 
     sanitizer = find_sanitizer()
-    every = [(tool, mode) for tool in ("memcheck", "synccheck", "racecheck") for mode in ("ll", "ht")]
-    for tool, mode in () if sanitizer is None else QUICK_SANITIZER if quick else every:
-        run_sanitizer(runner, str(sanitizer), tool, mode, min(2, num_gpus))
+    if quick:
+        run_tests(runner, most, 90, FEW_TESTS)
+        for tool, mode in () if sanitizer is None else QUICK_SANITIZER:
+            run_sanitizer(runner, str(sanitizer), tool, mode, min(2, num_gpus))
+    else:
+        files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/mpi").glob("test_*.py"))]
+        run_tests(runner, most, 180, [name for name in files if name not in FORM_TESTS], has_large=True)
+        if num_gpus < 8:
+            # More ranks than GPUs is slow and says nothing about speed, but 8 ranks reach what 4 do not.
+            run_tests(runner, 8, 60, ["tests/mpi"])
+        run_on_pairs(runner, num_gpus, sanitizer)
     if sanitizer is None:
         print("compute-sanitizer was not found: not run")
         runner.results.sanitizer.append({"tool": None, "note": "compute-sanitizer was not found"})
     if not quick:
         run_job_tests(runner, limit_s=90)
+
+
+def run_on_pairs(runner: Runner, num_gpus: int, sanitizer: Path | None) -> None:
+    """What needs two GPUs at most: on four, two such lines of stages run beside one another."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(number) for number in range(num_gpus)]
+    size = min(2, num_gpus)
+
+    def line(mode: str, pair: list[str]) -> None:
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(pair)}
+        if mode == "ll":
+            run_tests(runner, size, 150, FORM_TESTS[:1], name="cases", **env)
+            run_tests(runner, 1, 60, FEW_TESTS, **env)
+        else:
+            run_tests(runner, size, 150, FORM_TESTS[1:], name="forms", **env)
+        for tool in () if sanitizer is None else ("memcheck", "synccheck", "racecheck"):
+            run_sanitizer(runner, str(sanitizer), tool, mode, size, **env)
+
+    if num_gpus < 4:
+        line("ll", gpus[:size])
+        line("ht", gpus[:size])
+        return
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(line, "ll", gpus[:2]), pool.submit(line, "ht", gpus[2:4])]:
+            future.result()
 
 
 def run_startup(runner: Runner, num_ranks: int) -> None:
@@ -209,7 +233,8 @@ def run_tests(runner: Runner, num_ranks: int, limit_s: float, files: Sequence[st
     report = runner.out / f"tests_{num_ranks}.xml"
     report.unlink(missing_ok=True)
     command = [*PYTEST, *files, f"--junitxml={report}", *([] if has_large else ["-m", "not large"])]
-    stage, _ = runner.ranks(f"tests, {num_ranks} ranks", num_ranks, command, limit_s)
+    title = f"tests, {num_ranks} ranks" + (f", {name}" if name else "")
+    stage, _ = runner.ranks(title, num_ranks, command, limit_s, **env)
     if stage.status == 5 and not stage.note:
         stage.is_ok, stage.note = True, "no test for this number of ranks"
     add_report(runner, report, num_ranks)
@@ -250,14 +275,14 @@ def run_bench(runner: Runner, num_ranks: int, mode: str, tokens: int, *extra: st
     runner.save()
 
 
-def run_sanitizer(runner: Runner, sanitizer: str, tool: str, mode: str, num_ranks: int) -> None:
+def run_sanitizer(runner: Runner, sanitizer: str, tool: str, mode: str, num_ranks: int, **env: str) -> None:
     # Calls that return an error are no finding: NVSHMEM and CuPy probe for what they can do.
     watched = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "9"]
     watched += ["--report-api-errors", "no"] if tool == "memcheck" else []
     command = [*watched, sys.executable, "-m", "mpi4py", str(ROOT / "scripts/forms.py"), *SANITIZED[mode]]
     # Kernels run many times slower, and peers must not give up on each other.
     stage, printed = runner.ranks(
-        f"{tool} {mode}", num_ranks, command, 90, CUEP_TIMEOUT_S="55", NVSHMEM_DISABLE_NCCL="1"
+        f"{tool} {mode}", num_ranks, command, 90, CUEP_TIMEOUT_S="55", NVSHMEM_DISABLE_NCCL="1", **env
     )
     errors = [int(number) for number in re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", printed)]
     if len(errors) < num_ranks and stage.is_ok:

@@ -142,7 +142,7 @@ def test_unknown_variants_are_named() -> None:
 
 
 def test_every_variant_says_what_it_serves() -> None:
-    """Where an operation has several kernel files, each names its form: else it is offered for one that it is not for."""
+    """Where an operation has several kernel files, each names its form: else it is offered for any."""
     names = [name for name in jit.kernel_names() if name.count("_") == 2]
     operations = [name.rpartition("_")[0] for name in names]
     for name, operation in zip(names, operations, strict=True):

@@ -468,7 +468,7 @@ def test_weights_on_some_ranks_only(world: Any) -> None:
 
 @pytest.mark.ranks(2, 4)
 def test_ranks_that_dispatch_different_handles(world: Any) -> None:
-    """ll: create_handle is refused on one rank while another handle is yet to be dispatched: an error, no mixed rows."""
+    """ll: create_handle is refused on one rank while another handle is yet to be dispatched: an error, no mix."""
     with cuep.Group(world, config("ll", timeout_s=2)) as group:
         stream = world.stream()
         step = random_step(world, group.cfg, 19, 5)
