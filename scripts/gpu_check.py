@@ -228,9 +228,18 @@ def run_startup(runner: Runner, num_ranks: int) -> None:
     runner.save()
 
 
-def run_tests(runner: Runner, num_ranks: int, limit_s: float, files: Sequence[str], *, has_large: bool = False) -> None:
+def run_tests(
+    runner: Runner,
+    num_ranks: int,
+    limit_s: float,
+    files: Sequence[str],
+    *,
+    has_large: bool = False,
+    name: str = "",
+    **env: str,
+) -> None:
     """has_large: also what takes many seconds or GB."""
-    report = runner.out / f"tests_{num_ranks}.xml"
+    report = runner.out / f"tests_{num_ranks}{name}.xml"
     report.unlink(missing_ok=True)
     command = [*PYTEST, *files, f"--junitxml={report}", *([] if has_large else ["-m", "not large"])]
     title = f"tests, {num_ranks} ranks" + (f", {name}" if name else "")
