@@ -206,7 +206,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const int count = p.is_refused ? 0 : kept_tokens_of(p);
     const Operation op = begin_phase(p, Op::kCombine);
     const int bank = bank_of(p, op);
-    const BankLook look = look_at_bank(p, bank);
 
     if (is_skipped(p, Op::kCombine, is_off_handle)) return;
 
@@ -217,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     answer.place.unit = blockIdx.x;
     const bool is_any = !is_off && find_answer(p, most, answer.place);
     if (is_any) load_answer(p, answer);
+    const BankLook look = look_at_bank(p, bank);  // last: what comes behind it waits for it
     const Bank found = wait_bank<true>(p, op, bank, look, is_off);
     if (found == Bank::kStop) return;
     if (found == Bank::kTaken) return refuse_combine(p);

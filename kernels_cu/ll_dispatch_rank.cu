@@ -213,7 +213,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const bool is_writer = blockIdx.x == gridDim.x - 1;  // of counts: the block with the fewest tokens
     const Operation op = begin_phase(p, Op::kDispatch);
     const int bank = bank_of(p, op);
-    const BankLook look = look_at_bank(p, bank);
     const int count = p.is_refused ? 0 : is_new_routing(p) ? tokens_of(p) : kept_tokens_of(p);
     const int num_tokens = max(count, 0);
 
@@ -224,9 +223,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (p.is_send && static_cast<int>(blockIdx.x) < num_tokens) {
         load_token(p, blockIdx.x, token);
         load_earlier(p, num_tokens, earlier);
-        begin_outgoing(token, s.out);
     }
     const bool is_off = is_broken(op);
+    const BankLook look = look_at_bank(p, bank);  // last: what comes behind it waits for it
+    if (p.is_send && static_cast<int>(blockIdx.x) < num_tokens) begin_outgoing(token, s.out);
     if (wait_bank<false>(p, op, bank, look, is_off) == Bank::kStop) return;
 
     // send all that this block owes before it waits for rows

@@ -177,12 +177,12 @@ def _traffic(world: World, options: Options, inputs: Inputs, operation: str) -> 
 
 
 def _commit() -> str | None:
-    """Commit of the source tree that is being measured; None outside a git checkout."""
+    """Commit of the source tree that is being measured, "-dirty" where it was changed; None outside a git checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:
-        shown = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+        shown = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=root, capture_output=True, text=True, check=False)
     except OSError:  # no git
         return None
     return shown.stdout.strip() if shown.returncode == 0 else None

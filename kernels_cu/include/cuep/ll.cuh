@@ -56,7 +56,8 @@ CUEP_DEVICE uint4* staged_row(const Params& p, int dst, int bank, int src, int64
     return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kRowBytes);
 }
 
-// A first look at the done words of a bank, of this rank and of peer threadIdx.x: asked early, and together.
+// A first look at the done words of a bank, of this rank and of peer threadIdx.x, asked together. An acquire holds up
+// the loads behind it, so those that are wanted at the same time are issued before.
 struct BankLook {
     uint64_t own, peer;
 };
