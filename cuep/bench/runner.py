@@ -181,8 +181,9 @@ def _commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        shown = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=root, capture_output=True, text=True, check=False)
+        shown = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except OSError:  # no git
         return None
     return shown.stdout.strip() if shown.returncode == 0 else None
