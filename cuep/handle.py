@@ -43,7 +43,7 @@ class Received:
         src_rank_counts: int32, rows from each source rank: [L, N] (expert_major) or [N].
         source: int32, where every row comes from: (rank, token, k) [..., 3] (expert_major) or (rank, token) [..., 2].
         topk_idx: int32 [N, B, K] or [R, K] (rank_major, flat): expert of every (row, k), numbered as
-            GroupConfig.expert_ids says, or -1 where it is not this rank's; ht: -1 in all rows beyond total.
+            GroupConfig.expert_ids says, or -1 where it is not this rank's, and in all rows beyond the counts.
         topk_weights: float32; rank_major and flat: the shape of topk_idx, 0 where that is -1; ht expert_major: [R], the
             weight of every row. None if the handle has no weights.
         total: int32 [1], rows that came or, with overflow="drop", would have come.
@@ -80,6 +80,7 @@ class Stage(enum.Enum):
 
 class Handle:
     """Made by Group.create_handle. Operations are enqueued and nothing blocks but num_recv_tokens and host_counts.
+    Keep it until what it has pending is completed: nobody else can do that.
 
     (NumPy has no streams: with NumPy arrays and stream=None a call returns when it is done.)
 
@@ -155,9 +156,9 @@ class Handle:
         Args:
             x: [num_rows, hidden] of the group's dtype; rows may be strided, each contiguous and 16-byte aligned. As
                 many rows as topk_idx had. With send_only it must stay as it is until complete().
-            out: where to put Received.tokens instead of memory of the handle: ll the same shape, C-contiguous; ht
-                [rows, hidden] with at least the rows of num_recv_tokens(), rows may be strided; no receive buffer is
-                held then. Fewer rows than come: ArgumentError at check() here, PeerRefused there, nothing dispatched.
+            out: where to put Received.tokens instead of memory of the handle: ll the same shape, with one stride for all
+                rows; ht [rows, hidden] with at least the rows of num_recv_tokens(), rows may be strided; no receive
+                buffer is held then. Fewer rows than come: ArgumentError at check() here, PeerRefused there, nothing dispatched.
             send_only: (ll) only send; complete() receives. At most num_buffers dispatches may be under way.
             stream: where to enqueue; None = the current stream of x's framework.
 
