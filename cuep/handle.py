@@ -156,9 +156,10 @@ class Handle:
         Args:
             x: [num_rows, hidden] of the group's dtype; rows may be strided, each contiguous and 16-byte aligned. As
                 many rows as topk_idx had. With send_only it must stay as it is until complete().
-            out: where to put Received.tokens instead of memory of the handle: ll the same shape, with one stride for all
-                rows; ht [rows, hidden] with at least the rows of num_recv_tokens(), rows may be strided; no receive
-                buffer is held then. Fewer rows than come: ArgumentError at check() here, PeerRefused there, nothing dispatched.
+            out: where to put Received.tokens instead of memory of the handle: ll the same shape, with one stride for
+                all rows; ht [rows, hidden] with at least the rows of num_recv_tokens(), rows may be strided; no receive
+                buffer is held then. Fewer rows than come: ArgumentError at check() here, PeerRefused there, nothing
+                dispatched.
             send_only: (ll) only send; complete() receives. At most num_buffers dispatches may be under way.
             stream: where to enqueue; None = the current stream of x's framework.
 
