@@ -478,7 +478,7 @@ def test_footprint(world: Any, groups: Any) -> None:
 
 
 NUM_SEEDS = int(os.environ.get("CUEP_TEST_SEEDS", "50"))
-SEEDS_TO_FIND = 60
+SEEDS_TO_FIND = 300
 ALMOST_WRAPPED = 2**32 - 3
 
 
