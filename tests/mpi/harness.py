@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import numpy as np
 from mpi4py import MPI
+
+from cuep import jit
 
 
 @functools.cache
@@ -26,6 +32,28 @@ def to_device(world: Any, array: np.ndarray) -> Any:
 def to_host(world: Any, array: Any, stream: Any = None) -> np.ndarray:
     """A NumPy copy of an array of the world's backend, once what is queued on `stream` has run."""
     return world.backend.to_numpy(array, stream)
+
+
+@contextlib.contextmanager
+def planted_bug(world: Any, monkeypatch: Any, file: str, right: str, wrong: str) -> Iterator[None]:
+    """Within the block, every rank compiles a copy of the kernels whose `file` says `wrong` where it said `right`.
+
+    Collective. `right` must stand there exactly once: a rule that was reworded must not leave its test without a bug.
+    """
+    assert (jit.KERNELS_DIR / file).read_text().count(right) == 1, f"{file} no longer says {right!r}"
+    folder = Path(world.comm.bcast(tempfile.mkdtemp(prefix="cuep-planted-") if world.rank == 0 else None))
+    try:
+        if world.rank == 0:
+            shutil.copytree(jit.KERNELS_DIR, folder / "kernels_cu")
+            kernel = folder / "kernels_cu" / file
+            kernel.write_text(kernel.read_text().replace(right, wrong))
+        world.comm.barrier()
+        monkeypatch.setattr(jit, "KERNELS_DIR", folder / "kernels_cu")
+        yield
+    finally:
+        world.comm.barrier()
+        if world.rank == 0:
+            shutil.rmtree(folder)
 
 
 def examples(max_examples: int = 20, **strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

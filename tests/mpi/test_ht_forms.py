@@ -6,21 +6,18 @@ What must come out is worked out here row by row, from all ranks' inputs, withou
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import examples, to_device, to_host
+from harness import examples, planted_bug, to_device, to_host
 from hypothesis import strategies as st
 from moe import Step, config, random_step, tagged_rows
 
 import cuep
-from cuep import env, jit, layout, reference
+from cuep import env, layout, reference
 from cuep.bench.workload import scale
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -670,17 +667,5 @@ def test_the_loop_that_finds_bugs_finds_none_in_cuep(
 def test_a_planted_bug_is_found(world: Any, shuffled: Any, monkeypatch: Any, bug: Any) -> None:
     """A copy of the kernels with one rule of the protocol taken out must fail within SEEDS_TO_FIND seeds."""
     _, file, right, wrong, settings, with_out = bug
-    assert (jit.KERNELS_DIR / file).read_text().count(right) == 1, f"{file} no longer says {right!r}"
-    folder = Path(world.comm.bcast(tempfile.mkdtemp(prefix="cuep-planted-") if world.rank == 0 else None))
-    try:
-        if world.rank == 0:
-            shutil.copytree(jit.KERNELS_DIR, folder / "kernels_cu")
-            kernel = folder / "kernels_cu" / file
-            kernel.write_text(kernel.read_text().replace(right, wrong))
-        world.comm.barrier()
-        monkeypatch.setattr(jit, "KERNELS_DIR", folder / "kernels_cu")
+    with planted_bug(world, monkeypatch, file, right, wrong):
         assert first_failing_seed(world, shuffled, settings, with_out) is not None, "the bug was not found"
-    finally:
-        world.comm.barrier()
-        if world.rank == 0:
-            shutil.rmtree(folder)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import examples, to_device, to_host
+from harness import examples, planted_bug, to_device, to_host
 from hypothesis import strategies as st
 from moe import Step, check_combined, check_received, config, expected_y, random_step, run_experts, tagged_rows
 
 import cuep
-from cuep import env, jit, layout, reference
+from cuep import env, layout, reference
 
 FORMS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -557,18 +554,5 @@ def test_the_loop_that_finds_bugs_finds_none_in_cuep(world: Any, shuffled: Any, 
 def test_a_planted_bug_is_found(world: Any, shuffled: Any, monkeypatch: Any, bug: Any) -> None:
     """A copy of the kernels with one rule of the protocol taken out must fail within SEEDS_TO_FIND seeds."""
     _, file, right, wrong, form, settings = bug
-    assert (jit.KERNELS_DIR / file).read_text().count(right) == 1, f"{file} no longer says {right!r}"
-    folder = Path(world.comm.bcast(tempfile.mkdtemp(prefix="cuep-planted-") if world.rank == 0 else None))
-    try:
-        if world.rank == 0:
-            shutil.copytree(jit.KERNELS_DIR, folder / "kernels_cu")
-            kernel = folder / "kernels_cu" / file
-            kernel.write_text(kernel.read_text().replace(right, wrong))
-        world.comm.barrier()
-        monkeypatch.setattr(jit, "KERNELS_DIR", folder / "kernels_cu")
-        found = first_failing_seed(world, shuffled, form, settings)
-        assert found is not None, "the bug was not found"
-    finally:
-        world.comm.barrier()
-        if world.rank == 0:
-            shutil.rmtree(folder)
+    with planted_bug(world, monkeypatch, file, right, wrong):
+        assert first_failing_seed(world, shuffled, form, settings) is not None, "the bug was not found"

@@ -6,19 +6,17 @@ CPU backend only: its scheduler shuffles threads and injects delays from a seed.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from harness import planted_bug
 from moe import check_combined, check_received, config, expected, random_step, run_experts, tagged_rows
 
 import cuep
-from cuep import env, jit, reference
+from cuep import env, reference
 
 NUM_SEEDS = int(os.environ.get("CUEP_TEST_SEEDS", "50"))
 SEEDS_PER_TEST = 10  # so that a hang names its tenth
@@ -275,17 +273,5 @@ def test_the_loop_that_finds_bugs_finds_none_in_cuep(world: Any, shuffled: Any, 
 def test_a_planted_bug_is_found(world: Any, shuffled: Any, monkeypatch: Any, bug: Any) -> None:
     """A copy of the kernels with one rule of the protocol taken out must fail within SEEDS_TO_FIND seeds."""
     _, file, right, wrong, mode, settings = bug
-    assert (jit.KERNELS_DIR / file).read_text().count(right) == 1, f"{file} no longer says {right!r}"
-    folder = Path(world.comm.bcast(tempfile.mkdtemp(prefix="cuep-planted-") if world.rank == 0 else None))
-    try:
-        if world.rank == 0:
-            shutil.copytree(jit.KERNELS_DIR, folder / "kernels_cu")
-            kernel = folder / "kernels_cu" / file
-            kernel.write_text(kernel.read_text().replace(right, wrong))
-        world.comm.barrier()
-        monkeypatch.setattr(jit, "KERNELS_DIR", folder / "kernels_cu")
+    with planted_bug(world, monkeypatch, file, right, wrong):
         assert first_failing_seed(world, shuffled, mode, settings) is not None, "the bug was not found"
-    finally:
-        world.comm.barrier()
-        if world.rank == 0:
-            shutil.rmtree(folder)
