@@ -126,9 +126,14 @@ class Group:
             name: backend.zeros(shape, layout.dtype_of(dtype), self.cfg.allocator)
             for name, (shape, dtype) in layout.workspace_arrays(self.cfg, self.num_ranks).items()
         }
-        self.workspace["control"][:3] = start_epoch
+        self._control_ops()[:, :3] = start_epoch
         self._start_epoch = start_epoch
         self.report = Report(backend.pinned(layout.REPORT_BYTES), self.rank)
+
+    def _control_ops(self) -> Array:
+        """The words of `control` that belong to an operation each, [operation, word]."""
+        words = layout.CONTROL_OP_WORDS
+        return self.workspace["control"][: len(OPERATIONS) * words].reshape(-1, words)
 
     def handle_values(self, handle: Handle | None) -> dict[str, Any]:
         """Values of Params fields that every kernel has: addresses of the group's and the handle's memory."""
@@ -297,8 +302,10 @@ class Group:
         self._in_flight.append((ticket, objects))
         return ticket
 
-    def _release_finished(self) -> None:
-        done = self.report.ticket
+    def _release_finished(self, *, is_idle: bool = False) -> None:
+        """Let go of what launches that are over have read. is_idle: all that was enqueued is over; ll kernels say so of
+        themselves only when the next one starts."""
+        done = self.report.ticket + (is_idle and self.cfg.mode == "ll")
         while self._in_flight and (done - self._in_flight[0][0]) & 0xFFFFFFFF < 2**31:
             self._in_flight.popleft()
 
@@ -306,6 +313,7 @@ class Group:
         """After an operation was launched: on a synchronous stream it is over, so raise what came of it."""
         if chosen.is_synchronous:
             self.raise_pending()
+            self._release_finished(is_idle=True)
 
     @contextmanager
     def finished(self, call: str) -> Iterator[None]:
@@ -318,14 +326,14 @@ class Group:
                 self._last_stream.synchronize()
             self.raise_pending()
             self._check_epochs()
-            self._release_finished()
+            self._release_finished(is_idle=True)
             yield
 
     def _check_epochs(self) -> None:
         """Each epoch must have been taken once. The stream has been waited for."""
-        control = self.world.backend.to_numpy(self.workspace["control"], self._last_stream)
-        num_epochs = control[3:5].view(np.uint32)[:3].astype(np.int64)
-        newest = (control[:3] - np.uint64(self._start_epoch)).astype(np.int64)
+        ops = self.world.backend.to_numpy(self._control_ops(), self._last_stream)
+        num_epochs = (ops[:, 3] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        newest = (ops[:, 0] - np.uint64(self._start_epoch)).astype(np.int64)
         for operation, taken, count in zip(OPERATIONS, num_epochs, newest, strict=True):
             if (taken - count) % 2**32:
                 self._broken = OrderError(

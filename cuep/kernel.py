@@ -13,7 +13,8 @@ from cuep.params import Constant
 
 
 class Kernel:
-    """A kernel on one backend. The .cu file alone says how many threads and how much shared memory it is launched with.
+    """A kernel on one backend. The .cu file alone says how it is launched: how many threads, how much shared memory, and
+    whether it may be set up while what comes before it in the stream still runs.
 
     comm: ranks that compile together (collective), or None to compile alone.
     """
@@ -37,11 +38,12 @@ class Kernel:
 
     def _load(self, backend: Backend, path: Path) -> None:
         module = backend.load(path, self.name)
-        self.threads, self.smem_bytes = module.symbol_int32("cuep_launch", 2)
+        self.threads, self.smem_bytes, is_early = module.symbol_int32("cuep_launch", 3)
+        self._is_early = bool(is_early)
         self._function = module.function(self.name)
         #: blocks that the device can hold at once; a kernel that waits for peers must not have more
         self.max_grid = self._function.max_grid(self.threads, self.smem_bytes)
 
     def launch(self, grid: int, record: Record, stream: Any) -> None:
         """Enqueue `grid` blocks with a copy of `record` as Params. Raises DeviceError if grid exceeds max_grid."""
-        self._function.launch(grid, self.threads, self.smem_bytes, record, stream)
+        self._function.launch(grid, self.threads, self.smem_bytes, record, stream, is_early=self._is_early)

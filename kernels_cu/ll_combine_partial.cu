@@ -64,7 +64,7 @@ struct Params {
 };
 
 constexpr int kRanksInFlight = kNumRanks < 8 ? kNumRanks : 8;  // rows of ranks that a thread loads before it adds
-CUEP_LAUNCH(kNumThreads, 0)
+CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
 // This rank's part of a token's sum: where its terms are.
 struct Partial {
@@ -122,23 +122,27 @@ CUEP_DEVICE int64_t grad_row(const Params& p, int64_t at) {
 // first before anything is waited for.
 struct Answer {
     AnswerPlace place;
+    Partial partial;
     uint4 part[kVecsPerThread];  // this thread's pieces
 };
 
-CUEP_DEVICE void load_answer(const Params& p, Answer& answer) {
+CUEP_DEVICE void look_up(const Params& p, Answer& answer) {
     answer.place.token = p.token_idx[answer.place.at];
-    Partial partial;
-    find_partial(p, answer.place.at, partial);
+    find_partial(p, answer.place.at, answer.partial);
+}
+
+CUEP_DEVICE void load_answer(Answer& answer) {
 #pragma unroll
     for (int j = 0; j < kVecsPerThread; j++) {
         const int vec = threadIdx.x + j * kNumThreads;
-        if (vec < kRowVecs) answer.part[j] = partial_sum(partial, vec);
+        if (vec < kRowVecs) answer.part[j] = partial_sum(answer.partial, vec);
     }
 }
 
-CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, bool is_any, Answer& answer) {
+// From the row on that has been loaded.
+CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, Answer& answer) {
     const int tid = threadIdx.x;
-    while (is_any) {
+    for (bool is_any = true; is_any;) {
         const int src = answer.place.src;
         const int32_t token = answer.place.token;
         uint4* home = staged_row(p, src, bank, p.rank, token);
@@ -150,7 +154,10 @@ CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, in
             send_grad(p, src, bank, token, grad_row(p, answer.place.at));
         answer.place.unit += gridDim.x;
         is_any = find_answer(p, most, answer.place);
-        if (is_any) load_answer(p, answer);
+        if (is_any) {
+            look_up(p, answer);
+            load_answer(answer);
+        }
         __syncthreads();
         if (tid == 0) st_release_sys(flag_of(p, src, bank, p.rank, token), tagged(op, 0));  // pairs with wait_ranks
     }
@@ -200,42 +207,11 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ll_combine_partial(const __grid_constant__ Params p) {
-    __shared__ uint32_t totals[kNumRanks];
-    const bool is_off_handle = p.state->refused != 0;  // asked early, used late: loads run beside one another
-    const int most = most_received(p);
-    const int count = p.is_refused ? 0 : kept_tokens_of(p);
-    const Operation op = begin_phase(p, Op::kCombine);
-    const int bank = bank_of(p, op);
-
-    if (is_skipped(p, Op::kCombine, is_off_handle)) return;
-
-    // the bank must have been read by every peer before it is written again; meanwhile the first row comes in, unless a
-    // dispatch that timed out has left nothing to go by. Whoever sees that stops the block.
-    const bool is_off = is_broken_for_all(op);
-    Answer answer;
-    answer.place.unit = blockIdx.x;
-    const bool is_any = !is_off && find_answer(p, most, answer.place);
-    if (is_any) load_answer(p, answer);
-    const BankLook look = look_at_bank(p, bank);  // last: what comes behind it waits for it
-    const Bank found = wait_bank<true>(p, op, bank, look, is_off);
-    if (found == Bank::kStop) return;
-    if (found == Bank::kTaken) return refuse_combine(p);
-
-    // send all that this block owes before it waits for rows
-    if (p.is_send) {
-        if (blockIdx.x == gridDim.x - 1) publish_totals(p, op, bank, kIsRankMajor || p.is_weighted);
-        send_answers(p, op, bank, most, is_any, answer);
-    }
-
-    // every rank says how much it sends, or that it refused; then the sums, token by token as they arrive
-    Verdict verdict{-1, Cause::kCall};
-    if (p.is_receive) {
-        if (!wait_totals(p, op, bank, totals, [](uint32_t total) { return total; })) return;
-        verdict = verdict_of(p, totals);
-        const int num_tokens = verdict.refused_by < 0 ? count : 0;
-        for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
-            if (!sum_token(p, op, bank, t)) return;
-        }
-    }
-    end_combine(p, op, bank, verdict);
+    combine<Answer>(
+        p,
+        kIsRankMajor || p.is_weighted,
+        [&](Answer& answer) { look_up(p, answer); },
+        [&](Answer& answer) { load_answer(answer); },
+        [&](const Operation& op, int bank, int most, Answer& answer) { send_answers(p, op, bank, most, answer); },
+        [&](const Operation& op, int bank, int t) { return sum_token(p, op, bank, t); });
 }

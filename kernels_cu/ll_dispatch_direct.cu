@@ -64,7 +64,7 @@ struct Params {
     bool is_refused;  // publish kRefused instead of sending
 };
 
-CUEP_LAUNCH(kNumThreads, 0)
+CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
 struct Shared {
     Outgoing out;
@@ -111,31 +111,10 @@ CUEP_DEVICE void find_places(const Params& p, int t, const Earlier& earlier, con
     });
 }
 
-// All tokens of this block. Returns the last, which is still in registers, or -1.
-CUEP_DEVICE int send_tokens(
-    const Params& p, const Operation& op, int bank, int num_tokens, const Earlier& earlier, Token& token, Shared& s) {
-    int last = -1;
-    for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
-        if (last >= 0) {
-            load_token(p, t, token);
-            __syncthreads();
-            begin_places(token, s);
-            __syncthreads();
-        }
-        find_places(p, t, earlier, token, s);
-        send_token(p, op, bank, t, token, s.out, [&](int dst, int k) {
-            const int64_t slot = s.out.slot[dst];
-            header_of(p, dst, bank, p.rank, slot)[k] = make_int2(local_expert_at(s.out, dst, k), s.place[k]);
-            if (p.recv_weights != nullptr) weight_of(p, dst, bank, p.rank, slot)[k] = s.out.weight[k];
-        });
-        last = t;
-    }
-    return last;
-}
-
 // Turns every rank's counts into the first row of each (local expert, source). False: gave up.
-CUEP_DEVICE bool wait_counts(const Params& p, const Operation& op, int bank, bool is_writer, Shared& s) {
+CUEP_DEVICE bool wait_counts(const Params& p, const Operation& op, int bank, Shared& s) {
     const int tid = threadIdx.x;
+    const bool is_writer = is_clerk();
     bool is_ok = true;
     for (int i = tid; i < kNumExperts; i += kNumThreads) {
         const int src = i / kNumLocalExperts, e = i % kNumLocalExperts;
@@ -157,7 +136,7 @@ CUEP_DEVICE bool wait_counts(const Params& p, const Operation& op, int bank, boo
         }
     }
     __syncthreads();
-    if (is_writer && tid < kNumRanks) p.num_rows[tid] = static_cast<int32_t>(s.counts.totals[tid]);
+    if (is_writer && tid < kNumRanks) p.num_rows[tid] = static_cast<int32_t>(s.counts.totals.of[tid]);
     if (is_writer && tid == 0) *p.total = s.total;
     return true;
 }
@@ -233,17 +212,11 @@ CUEP_DEVICE void receive_own(const Params& p, int bank, int num_tokens, int last
 }
 
 // All that this block receives; a block without rows need not know where rows go. False: gave up.
-CUEP_DEVICE bool receive(const Params& p,
-                         const Operation& op,
-                         int bank,
-                         int num_tokens,
-                         int last,
-                         const Token& token,
-                         bool is_writer,
-                         Shared& s) {
+CUEP_DEVICE bool receive(
+    const Params& p, const Operation& op, int bank, int num_tokens, int last, const Token& token, Shared& s) {
     const int num_units = max(most_rows(p, s.counts) * kNumPeers, num_tokens);
-    if (!is_writer && static_cast<int>(blockIdx.x) >= num_units) return true;
-    if (!wait_counts(p, op, bank, is_writer, s)) return false;
+    if (!is_clerk() && static_cast<int>(blockIdx.x) >= num_units) return true;
+    if (!wait_counts(p, op, bank, s)) return false;
     receive_own(p, bank, num_tokens, last, token, s);
     if constexpr (kNumPeers > 0) {
         return receive_rows(p, op, bank, s.counts, s.token, [&](int src, int slot) {
@@ -256,45 +229,19 @@ CUEP_DEVICE bool receive(const Params& p,
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ll_dispatch_direct(const __grid_constant__ Params p) {
     __shared__ Shared s;
-    const bool is_writer = blockIdx.x == gridDim.x - 1;  // of counts: the block with the fewest tokens
-    const Operation op = begin_phase(p, Op::kDispatch);
-    const int bank = bank_of(p, op);
-    const int count = p.is_refused ? 0 : is_new_routing(p) ? tokens_of(p) : kept_tokens_of(p);
-    const int num_tokens = max(count, 0);
-
-    // the bank must have been read by every peer before it is written again; meanwhile the first token comes in
-    Token token;
-    Earlier earlier;
-    token.rank_mask = 0;
-    if (p.is_send && static_cast<int>(blockIdx.x) < num_tokens) {
-        load_token(p, blockIdx.x, token);
-        load_earlier(p, num_tokens, earlier);
-    }
-    const bool is_off = is_broken(op);
-    const BankLook look = look_at_bank(p, bank);  // last: what comes behind it waits for it
-    if (p.is_send && static_cast<int>(blockIdx.x) < num_tokens) begin_places(token, s);
-    if (wait_bank<false>(p, op, bank, look, is_off) == Bank::kStop) return;
-
-    // send all that this block owes before it waits for rows
-    int last = -1;  // token of this block that it sent last
-    if (p.is_send) {
-        if (is_writer) publish_counts(p, op, bank, count, p.max_tokens, s.counts);
-        last = send_tokens(p, op, bank, num_tokens, earlier, token, s);
-        __syncthreads();
-    }
-
-    DispatchVerdict verdict{-1, Cause::kCall};
-    if (p.is_receive) {
-        if (!wait_slots(p, op, bank, s.counts)) return;
-        verdict = verdict_of(p, count, s.counts);
-        if (verdict.refused_by < 0 && !receive(p, op, bank, num_tokens, last, token, is_writer, s)) return;
-    }
-
-    if (!is_last_block(op)) return;
-    publish_done(p, op, bank);
-    if (threadIdx.x == 0) {
-        if (p.is_receive) p.state->refused = 0;
-        if (verdict.refused_by >= 0) mark_refused(p, Op::kDispatch, verdict.refused_by, verdict.own_cause);
-        end_phase(p, op);
-    }
+    dispatch(
+        p,
+        p.max_tokens,
+        s.out,
+        s.counts,
+        [&](const Token& token) { begin_places(token, s); },
+        [&](int t, const Earlier& earlier, const Token& token) { find_places(p, t, earlier, token, s); },
+        [&](int bank, int dst, int k) {
+            const int64_t slot = s.out.slot[dst];
+            header_of(p, dst, bank, p.rank, slot)[k] = make_int2(local_expert_at(s.out, dst, k), s.place[k]);
+            if (p.recv_weights != nullptr) weight_of(p, dst, bank, p.rank, slot)[k] = s.out.weight[k];
+        },
+        [&](const Operation& op, int bank, int num_tokens, int last, const Token& token) {
+            return receive(p, op, bank, num_tokens, last, token, s);
+        });
 }

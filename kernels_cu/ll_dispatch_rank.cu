@@ -63,7 +63,7 @@ struct Params {
     bool is_refused;  // publish kRefused instead of sending
 };
 
-CUEP_LAUNCH(kNumThreads, 0)
+CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
 struct Shared {
     Outgoing out;
@@ -76,26 +76,6 @@ struct Shared {
 CUEP_DEVICE int2 header_for(const Outgoing& out, int dst, int k) {
     const int32_t expert = local_expert_at(out, dst, k);
     return make_int2(expert, expert < 0 ? 0 : __float_as_int(out.weight[k]));
-}
-
-// All tokens of this block. Returns the last, which is still in registers, or -1.
-CUEP_DEVICE int send_tokens(
-    const Params& p, const Operation& op, int bank, int num_tokens, const Earlier& earlier, Token& token, Shared& s) {
-    int last = -1;
-    for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
-        if (last >= 0) {
-            load_token(p, t, token);
-            __syncthreads();
-            begin_outgoing(token, s.out);
-            __syncthreads();
-        }
-        count_before(p, t, earlier, s.out, [](const int32_t (&)[kNumTopk]) {});
-        send_token(p, op, bank, t, token, s.out, [&](int dst, int k) {
-            header_of(p, dst, bank, p.rank, s.out.slot[dst])[k] = header_for(s.out, dst, k);
-        });
-        last = t;
-    }
-    return last;
 }
 
 // A row to its place. header: of k = threadIdx.x, where that is below kNumTopk; token: thread 0 knows it.
@@ -152,7 +132,7 @@ CUEP_DEVICE void receive_own(const Params& p, int bank, int num_tokens, int last
 CUEP_DEVICE void clear_unused(const Params& p, const Counts& counts) {
     const int64_t end = static_cast<int64_t>(p.max_tokens) * kNumTopk;
     for (int src = 0; src < kNumRanks; src++) {
-        int64_t i = static_cast<int64_t>(counts.totals[src]) * kNumTopk + blockIdx.x * kNumThreads + threadIdx.x;
+        int64_t i = static_cast<int64_t>(counts.totals.of[src]) * kNumTopk + blockIdx.x * kNumThreads + threadIdx.x;
         for (; i < end; i += gridDim.x * kNumThreads) {
             p.recv_topk_idx[src * end + i] = -1;
             p.recv_topk_weights[src * end + i] = 0.0f;
@@ -175,26 +155,20 @@ CUEP_DEVICE bool write_counts(const Params& p, const Operation& op, int bank, Sh
     if (block_any(!is_ok)) return false;
     for (int e = tid; e < kNumLocalExperts; e += kNumThreads) p.expert_counts[e] = s.num_pairs[e];
     if (tid < kNumRanks) {
-        p.num_rows[tid] = static_cast<int32_t>(s.counts.totals[tid]);
-        p.src_rank_counts[tid] = static_cast<int32_t>(s.counts.totals[tid]);
+        p.num_rows[tid] = static_cast<int32_t>(s.counts.totals.of[tid]);
+        p.src_rank_counts[tid] = static_cast<int32_t>(s.counts.totals.of[tid]);
     }
     if (tid == 0) {
         int32_t total = 0;
-        for (int r = 0; r < kNumRanks; r++) total += static_cast<int32_t>(s.counts.totals[r]);
+        for (int r = 0; r < kNumRanks; r++) total += static_cast<int32_t>(s.counts.totals.of[r]);
         *p.total = total;
     }
     return true;
 }
 
 // All that this block receives. False: gave up.
-CUEP_DEVICE bool receive(const Params& p,
-                         const Operation& op,
-                         int bank,
-                         int num_tokens,
-                         int last,
-                         const Token& token,
-                         bool is_writer,
-                         Shared& s) {
+CUEP_DEVICE bool receive(
+    const Params& p, const Operation& op, int bank, int num_tokens, int last, const Token& token, Shared& s) {
     receive_own(p, bank, num_tokens, last, token, s);
     if constexpr (kNumPeers > 0) {
         const bool is_ok = receive_rows(p, op, bank, s.counts, s.token, [&](int src, int slot) {
@@ -204,51 +178,25 @@ CUEP_DEVICE bool receive(const Params& p,
         if (!is_ok) return false;
     }
     clear_unused(p, s.counts);
-    return !is_writer || write_counts(p, op, bank, s);
+    return !is_clerk() || write_counts(p, op, bank, s);
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ll_dispatch_rank(const __grid_constant__ Params p) {
     __shared__ Shared s;
-    const bool is_writer = blockIdx.x == gridDim.x - 1;  // of counts: the block with the fewest tokens
-    const Operation op = begin_phase(p, Op::kDispatch);
-    const int bank = bank_of(p, op);
-    const int count = p.is_refused ? 0 : is_new_routing(p) ? tokens_of(p) : kept_tokens_of(p);
-    const int num_tokens = max(count, 0);
-
-    // the bank must have been read by every peer before it is written again; meanwhile the first token comes in
-    Token token;
-    Earlier earlier;
-    token.rank_mask = 0;
-    if (p.is_send && static_cast<int>(blockIdx.x) < num_tokens) {
-        load_token(p, blockIdx.x, token);
-        load_earlier(p, num_tokens, earlier);
-    }
-    const bool is_off = is_broken(op);
-    const BankLook look = look_at_bank(p, bank);  // last: what comes behind it waits for it
-    if (p.is_send && static_cast<int>(blockIdx.x) < num_tokens) begin_outgoing(token, s.out);
-    if (wait_bank<false>(p, op, bank, look, is_off) == Bank::kStop) return;
-
-    // send all that this block owes before it waits for rows
-    int last = -1;  // token of this block that it sent last
-    if (p.is_send) {
-        if (is_writer) publish_counts(p, op, bank, count, p.max_tokens * kNumTopk, s.counts);
-        last = send_tokens(p, op, bank, num_tokens, earlier, token, s);
-        __syncthreads();
-    }
-
-    DispatchVerdict verdict{-1, Cause::kCall};
-    if (p.is_receive) {
-        if (!wait_slots(p, op, bank, s.counts)) return;
-        verdict = verdict_of(p, count, s.counts);
-        if (verdict.refused_by < 0 && !receive(p, op, bank, num_tokens, last, token, is_writer, s)) return;
-    }
-
-    if (!is_last_block(op)) return;
-    publish_done(p, op, bank);
-    if (threadIdx.x == 0) {
-        if (p.is_receive) p.state->refused = 0;
-        if (verdict.refused_by >= 0) mark_refused(p, Op::kDispatch, verdict.refused_by, verdict.own_cause);
-        end_phase(p, op);
-    }
+    dispatch(
+        p,
+        p.max_tokens * kNumTopk,
+        s.out,
+        s.counts,
+        [&](const Token& token) { begin_outgoing(token, s.out); },
+        [&](int t, const Earlier& earlier, const Token&) {
+            count_before(p, t, earlier, s.out, [](const int32_t (&)[kNumTopk]) {});
+        },
+        [&](int bank, int dst, int k) {
+            header_of(p, dst, bank, p.rank, s.out.slot[dst])[k] = header_for(s.out, dst, k);
+        },
+        [&](const Operation& op, int bank, int num_tokens, int last, const Token& token) {
+            return receive(p, op, bank, num_tokens, last, token, s);
+        });
 }

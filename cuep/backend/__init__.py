@@ -65,7 +65,9 @@ class Symmetric(Protocol):
 
 class Function(Protocol):
     def max_grid(self, threads: int, smem_bytes: int) -> int: ...
-    def launch(self, grid: int, threads: int, smem_bytes: int, record: Record, stream: Any) -> None: ...
+    def launch(
+        self, grid: int, threads: int, smem_bytes: int, record: Record, stream: Any, *, is_early: bool = False
+    ) -> None: ...
 
 
 class Module(Protocol):

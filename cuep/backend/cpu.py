@@ -175,8 +175,10 @@ class CpuFunction:
     def max_grid(self, threads: int, smem_bytes: int) -> int:
         return _MAX_GRID
 
-    def launch(self, grid: int, threads: int, smem_bytes: int, record: Record, stream: Any) -> None:
-        """Enqueue a launch with the record's present values.
+    def launch(
+        self, grid: int, threads: int, smem_bytes: int, record: Record, stream: Any, *, is_early: bool = False
+    ) -> None:
+        """Enqueue a launch with the record's present values. Nothing starts early here.
 
         Raises:
             DeviceError: the grid is too large, or the kernel failed (at synchronize(), but on the synchronous stream

@@ -13,6 +13,7 @@ from cuep.backend.cuda_stream import CudaStream
 from cuep.errors import DeviceError
 from cuep.params import FastRecord
 
+_EARLY_LAUNCH = 9  # compute capability from which a kernel can start before the one before it has ended
 _STATIC_LIMIT = 48 * 1024  # dynamic shared memory beyond this must be asked for
 
 
@@ -62,7 +63,12 @@ class CudaFunction:
         self._name = name
         self._launch = context.driver.cuLaunchKernelEx
         self.cooperative = cooperative  #: of launches that do not say
-        self._configs = {kind: self._make_config(cooperative=kind) for kind in (False, True)}
+        attributes = context.driver.CUlaunchAttributeID
+        self._plain_config = self._make_config()
+        self._cooperative_config = self._make_config(attributes.CU_LAUNCH_ATTRIBUTE_COOPERATIVE)
+        self._early_config = self._plain_config  # older GPUs cannot, and their kernels do not wait
+        if context.attribute("COMPUTE_CAPABILITY_MAJOR") >= _EARLY_LAUNCH:
+            self._early_config = self._make_config(attributes.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
         self._most: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()  # two threads must not set one configuration
         self._record: Record | None = None
@@ -84,10 +90,13 @@ class CudaFunction:
         record: Record,
         stream: CudaStream,
         *,
+        is_early: bool = False,
         cooperative: bool | None = None,
     ) -> None:
         """Enqueue a launch with the record's present values.
 
+        is_early: set up while what comes before it in the stream still runs (programmatic dependent launch); the kernel
+        waits for that itself. No cooperative launch.
         cooperative: all blocks resident at once, guaranteed by the driver also beside other kernels; costs about 0.7 us
         of device time. None: `self.cooperative`.
         """
@@ -98,7 +107,7 @@ class CudaFunction:
             if record is not self._record:
                 self._params[0] = record.address if isinstance(record, FastRecord) else record.ctypes.data
                 self._record = record
-            config = self._configs[self.cooperative if cooperative is None else cooperative]
+            config = self._config(is_early=is_early, cooperative=cooperative)
             config.gridDimX = grid
             config.blockDimX = threads
             config.sharedMemBytes = smem_bytes
@@ -134,14 +143,27 @@ class CudaFunction:
             )
         return int(per_processor) * context.attribute("MULTIPROCESSOR_COUNT")
 
-    def _make_config(self, *, cooperative: bool) -> Any:
+    def _config(self, *, is_early: bool, cooperative: bool | None) -> Any:
+        if is_early:
+            return self._early_config
+        return (
+            self._cooperative_config
+            if (self.cooperative if cooperative is None else cooperative)
+            else self._plain_config
+        )
+
+    def _make_config(self, kind: Any = None) -> Any:
+        """A launch configuration with the attribute `kind`, a CUlaunchAttributeID, set to 1."""
         driver = self._context.driver
         config = driver.CUlaunchConfig()
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-        if cooperative:
+        if kind is not None:
             attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            attribute.value.cooperative = 1
+            attribute.id = kind
+            if kind == driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE:
+                attribute.value.cooperative = 1
+            else:
+                attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs = [attribute]
             config.numAttrs = 1
         return config

@@ -28,10 +28,16 @@ typedef unsigned long long uintptr_t;
     extern __shared__ __align__(128) uint8_t cuep_smem_base[]; \
     uint8_t* const name = cuep_smem_base
 
-#define CUEP_LAUNCH(threads, smem_bytes) \
-    extern "C" __device__ int32_t cuep_launch[2] = {int32_t(threads), int32_t(smem_bytes)};
+#define CUEP_LAUNCH_FACTS(threads, smem_bytes, is_early) \
+    extern "C" __device__ int32_t cuep_launch[3] = {int32_t(threads), int32_t(smem_bytes), is_early};
 
 #endif  // CUEP_CPU
+
+// How a kernel is launched; one of them, beside the kernel. EARLY: its blocks are set up while what comes before it in
+// the stream still runs, and it calls wait_for_earlier_kernels() before anything else. It is no cooperative launch: all
+// its blocks fit the device, but the driver does not see to it that they start together.
+#define CUEP_LAUNCH(threads, smem_bytes) CUEP_LAUNCH_FACTS(threads, smem_bytes, 0)
+#define CUEP_LAUNCH_EARLY(threads, smem_bytes) CUEP_LAUNCH_FACTS(threads, smem_bytes, 1)
 
 // A constant that cuep/jit.py defines before it includes the kernel: CUEP_TUNABLE(name, GPU default, CPU default).
 #define CUEP_TUNABLE(name, gpu_default, cpu_default) static_assert(name > 0, #name " must be positive")

@@ -22,6 +22,18 @@ CUEP_DEVICE Operation begin_phase(const Params& p, Op op) {
     return p.is_send ? begin_operation(p, op) : resume_operation(p, op);
 }
 
+// The block with the fewest tokens: what one block does for all.
+CUEP_DEVICE bool is_clerk() {
+    return blockIdx.x == gridDim.x - 1;
+}
+
+// First of all: launches before this one are over, and the host may let go of what they read.
+template <class Params>
+CUEP_DEVICE void begin_launch(const Params& p) {
+    wait_for_earlier_kernels();
+    if (is_clerk() && threadIdx.x == 0) st_relaxed_sys(&p.report->ticket, p.ticket - 1);
+}
+
 template <class Params>
 CUEP_DEVICE int bank_of(const Params& p, const Operation& op) {
     return static_cast<int>(op.epoch) & (p.num_banks - 1);
@@ -56,85 +68,138 @@ CUEP_DEVICE uint4* staged_row(const Params& p, int dst, int bank, int src, int64
     return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kRowBytes);
 }
 
-// A first look at the done words of a bank, of this rank and of peer threadIdx.x, asked together. An acquire holds up
-// the loads behind it, so those that are wanted at the same time are issued before.
-struct BankLook {
-    uint64_t own, peer;
-};
-
-template <class Params>
-CUEP_DEVICE BankLook look_at_bank(const Params& p, int bank) {
-    const int tid = threadIdx.x;
-    if (!p.is_send || tid >= kNumRanks) return {0, 0};
-    const uint64_t own = ld_relaxed_sys(done_of(p, p.rank, bank, p.rank));
-    return {own, ld_acquire_sys(done_of(p, p.rank, bank, tid))};
-}
-
 // What a kernel that sends finds in its bank, for all threads alike.
 enum class Bank { kFree, kTaken, kStop };
 
-// Before a send: waits until every peer has read what was last in the bank. kTaken: this rank itself has yet to receive
-// it, and so have all ranks, as they do the same operations in the same order; only the device knows which of them a
-// refusal made none. (Of dispatches the host knows it; should replays of graphs deceive it, the peers' words are waited
-// for, in vain.) kStop: the group is over.
-template <bool kMayBeTaken, class Params>
-CUEP_DEVICE Bank wait_bank(const Params& p, const Operation& op, int bank, const BankLook& look, bool is_off) {
-    __shared__ bool is_taken;
-    const int tid = threadIdx.x;
-    bool is_ok = true;
-    if (p.is_send && tid < kNumRanks) {
-        const bool is_own_free = is_in_window(op, look.own, p.num_banks);
-        if (tid == p.rank) is_taken = !is_own_free;
-        if ((is_own_free || !kMayBeTaken) && !is_in_window(op, look.peer, p.num_banks)) {
-            is_ok = wait_bank_free(op, done_of(p, p.rank, bank, tid), p.num_banks, tid);
-        }
-    }
-    if (block_any(!is_ok || is_off)) return Bank::kStop;
-    return kMayBeTaken && p.is_send && is_taken ? Bank::kTaken : Bank::kFree;
+// What this rank knows of its bank before it asks anybody; loaded with the epoch.
+struct Standing {
+    bool is_settled;  // this rank has received all that it sent
+    bool is_free;     // so have the others, as far as what was last in this bank
+};
+
+template <class Params>
+CUEP_DEVICE Standing standing_of(const Params& p, const Operation& op) {
+    const auto& control = p.control->ops[static_cast<int>(op.op)];
+    return {control.received + 1 == op.epoch, control.read_until + p.num_banks >= op.epoch};
 }
 
-// What every rank says of its part, into shared memory: how much it sends, or kRefused. False: gave up.
-// decode(word) is what is kept of it.
+// Tells the peers that this rank has read what was last in the bank (pairs with wait_bank_free). A kernel that sends
+// and receives leaves that to the next one that sends into the same bank, which is ordered behind it: then it costs
+// nothing. One block; before it waits for the same word of a peer.
+template <class Params>
+CUEP_DEVICE void publish_last_read(const Params& p, const Operation& op, int bank) {
+    const int tid = threadIdx.x;
+    if (tid >= kNumRanks || tid == p.rank) return;
+    st_relaxed_sys(done_of(p, tid, bank, p.rank), (op.epoch - p.num_banks) << 32);
+}
+
+// Asks all ranks, this one too, where their totals have not told it all.
+template <bool kMayBeTaken, class Params>
+CUEP_DEVICE Bank ask_for_bank(const Params& p, const Operation& op, int bank, bool is_settled, bool is_off) {
+    const int tid = threadIdx.x;
+    const uint64_t own = ld_relaxed_sys(done_of(p, p.rank, bank, p.rank));
+    const bool is_own_free = is_settled || is_in_window(op, own, p.num_banks);
+    if (is_own_free && is_clerk()) publish_last_read(p, op, bank);
+    if (!is_own_free && kMayBeTaken) return block_any(is_off) ? Bank::kStop : Bank::kTaken;
+    bool is_ok = true;
+    if (tid < kNumRanks && !(tid == p.rank && is_own_free)) {
+        is_ok = wait_bank_free(op, done_of(p, p.rank, bank, tid), p.num_banks, tid);
+    }
+    return block_any(!is_ok || is_off) ? Bank::kStop : Bank::kFree;
+}
+
+// Before a send: waits until every peer has read what was last in the bank. kTaken: this rank itself has yet to receive
+// it, and so have all ranks, as they do the same operations in the same order; only the device knows which of them a
+// refusal made none. (Of dispatches the host knows it; should replays of graphs deceive it, the words are waited for,
+// in vain.) kStop: the group is over. A barrier of the block, behind which all its threads have read the control words.
+template <bool kMayBeTaken, class Params>
+CUEP_DEVICE Bank wait_bank(const Params& p, const Operation& op, int bank, const Standing& standing, bool is_off) {
+    if (!p.is_send || standing.is_free) {
+        if (p.is_send && is_clerk()) publish_last_read(p, op, bank);
+        return block_any(is_off) ? Bank::kStop : Bank::kFree;
+    }
+    return ask_for_bank<kMayBeTaken>(p, op, bank, standing.is_settled, is_off);
+}
+
+// In a total: this rank has received all that it sent before this operation, so what lies in the banks of earlier ones
+// may be written over once this one is received. (kRefused says nothing: then the done words are asked.)
+constexpr uint32_t kSettled = 1u << 31;
+
+CUEP_DEVICE uint32_t settled_bit(const Standing& standing) {
+    return standing.is_settled ? kSettled : 0;
+}
+
+// Of thread 0: whether this block is the last of a kernel that sends to have read the control words, so that it is
+// to write them. Behind a barrier after that, and asked early: the answer is there when the block ends.
+CUEP_DEVICE bool is_last_to_begin(const Operation& op) {
+    if (threadIdx.x != 0) return false;
+    const uint32_t before = atom_add_relaxed_gpu(&op.control->ops[static_cast<int>(op.op)].blocks, 1u);
+    return before % gridDim.x == gridDim.x - 1;
+}
+
+// What every rank says of its part; in shared memory.
+struct Totals {
+    uint32_t of[kNumRanks];  // how much it sends, or kRefused
+    bool are_settled[kNumRanks];
+};
+
+// False: gave up. decode(word) is what is kept of a total.
 template <class Params, class Decode>
-CUEP_DEVICE bool wait_totals(
-    const Params& p, const Operation& op, int bank, uint32_t (&totals)[kNumRanks], Decode decode) {
+CUEP_DEVICE bool wait_totals(const Params& p, const Operation& op, int bank, Totals& totals, Decode decode) {
     const int tid = threadIdx.x;
     bool is_ok = true;
     if (tid < kNumRanks) {
         uint32_t total = 0;
         is_ok = wait_word(op, total_of(p, p.rank, bank, tid), tid, total);
-        totals[tid] = decode(total);
+        totals.of[tid] = total == kRefused ? total : decode(total & ~kSettled);
+        totals.are_settled[tid] = total != kRefused && (total & kSettled) != 0;
     }
     return !block_any(!is_ok);
 }
 
 // The rank that refused its part, this one if it did, or -1.
 template <class Params>
-CUEP_DEVICE int refusing_rank(const Params& p, const uint32_t (&totals)[kNumRanks]) {
+CUEP_DEVICE int refusing_rank(const Params& p, const Totals& totals) {
     if (p.is_refused) return p.rank;
     for (int r = 0; r < kNumRanks; r++) {
-        if (totals[r] == kRefused) return r;
+        if (totals.of[r] == kRefused) return r;
     }
     return -1;
 }
 
-// The last block, when the bank has been read: peers may write it again (pairs with wait_bank_free).
+// One thread, when an operation or its send phase is over but for other blocks, which look at none of this any more.
 template <class Params>
-CUEP_DEVICE void publish_done(const Params& p, const Operation& op, int bank) {
-    const int tid = threadIdx.x;
-    if (p.is_receive && tid < kNumRanks) {
-        st_release_sys(done_of(p, tid, bank, p.rank), tagged(op, 0));
+CUEP_DEVICE void end_phase(const Params& p, const Operation& op, int bank, const Totals& totals) {
+    take_epoch(op);
+    if (!p.is_receive) {
+        p.state->epoch[static_cast<int>(op.op)] = op.epoch;
+        return;
     }
+    auto& control = p.control->ops[static_cast<int>(op.op)];
+    control.received++;
+    bool are_settled = true;
+    for (int r = 0; r < kNumRanks; r++) are_settled &= totals.are_settled[r];
+    if (are_settled && control.read_until + 1 < op.epoch) control.read_until = op.epoch - 1;
+    *done_of(p, p.rank, bank, p.rank) = tagged(op, 0);
 }
 
-// One thread of the last block.
-template <class Params>
-CUEP_DEVICE void end_phase(const Params& p, const Operation& op) {
-    if (p.is_receive) {
-        end_kernel(op);
-    } else {
-        end_send(p, op);
+// How a launch ends. note(): what else one thread is to write for the kernels that come behind. is_last_begun: of
+// is_last_to_begin.
+template <class Params, class Note>
+CUEP_DEVICE void end_launch(
+    const Params& p, const Operation& op, int bank, bool is_last_begun, const Totals& totals, Note note) {
+    bool is_writer = is_last_begun;
+    if (!p.is_send) {  // the peers may be waiting for this alone: tell them now, when all blocks have read
+        if (!is_last_block(op)) return;
+        const int tid = threadIdx.x;
+        if (tid < kNumRanks && tid != p.rank) {
+            st_release_sys(done_of(p, tid, bank, p.rank), tagged(op, 0));  // pairs with wait_bank_free
+        }
+        is_writer = tid == 0;
     }
+    if (!is_writer) return;
+    note();
+    end_phase(p, op, bank, totals);
 }
 
 }  // namespace cuep

@@ -19,21 +19,23 @@ CUEP_DEVICE const uint4* expert_row(const Params& p, int64_t row) {
 // A combine that is none, on any rank, because the one before it in its bank is still to be received.
 template <class Params>
 CUEP_DEVICE void refuse_combine(const Params& p) {
-    if (!is_last(&p.control->blocks[static_cast<int>(Op::kCombine)]) || threadIdx.x != 0) return;
-    red_add_relaxed_gpu(&p.control->blocks[static_cast<int>(Op::kCombine)], 0u - gridDim.x);
+    uint32_t* blocks = &p.control->ops[static_cast<int>(Op::kCombine)].blocks;
+    if (!is_last(blocks) || threadIdx.x != 0) return;
+    red_add_relaxed_gpu(blocks, 0u - gridDim.x);
     p.state->refused = 1 + static_cast<uint32_t>(Op::kCombine);
     p.state->refused_by = static_cast<uint32_t>(p.rank);
     report_refusal(p, Op::kCombine, Cause::kBankTaken, p.state->refused_by);
-    st_relaxed_sys(&p.report->ticket, p.ticket);
 }
 
 // How much this rank sends to each, or that it refused; by one block (pairs with wait_totals).
 template <class Params>
-CUEP_DEVICE void publish_totals(const Params& p, const Operation& op, int bank, bool is_weighted) {
+CUEP_DEVICE void publish_totals(
+    const Params& p, const Operation& op, int bank, const Standing& standing, bool is_weighted) {
     const int tid = threadIdx.x;
     if (tid >= kNumRanks) return;
     const uint32_t flags = (p.row_weight_grads == nullptr ? 0 : kHasGrads) | (is_weighted ? 0 : kUnweighted);
-    const uint32_t total = p.is_refused ? kRefused : static_cast<uint32_t>(p.num_rows[tid]) | flags;
+    const uint32_t total =
+        p.is_refused ? kRefused : static_cast<uint32_t>(p.num_rows[tid]) | flags | settled_bit(standing);
     st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
 }
 
@@ -44,11 +46,11 @@ struct Verdict {
 };
 
 template <class Params>
-CUEP_DEVICE Verdict verdict_of(const Params& p, const uint32_t (&totals)[kNumRanks]) {
+CUEP_DEVICE Verdict verdict_of(const Params& p, const Totals& totals) {
     const int refused_by = refusing_rank(p, totals);
     if (refused_by >= 0) return {refused_by, Cause::kCall};
     uint32_t differs = 0;
-    for (int r = 0; r < kNumRanks; r++) differs |= (totals[r] ^ totals[0]) & (kHasGrads | kUnweighted);
+    for (int r = 0; r < kNumRanks; r++) differs |= (totals.of[r] ^ totals.of[0]) & (kHasGrads | kUnweighted);
     return {differs == 0 ? -1 : p.rank, differs & kHasGrads ? Cause::kGradsDiffer : Cause::kWeightsDiffer};
 }
 
@@ -57,29 +59,35 @@ template <class Params>
 CUEP_DEVICE int most_received(const Params& p) {
     int most = 0;
     for (int r = 0; r < kNumRanks; r++) {
-        if (r != p.rank && !p.is_refused && p.is_send) most = max(most, p.num_rows[r]);
+        if (r != p.rank) most = max(most, p.num_rows[r]);
     }
     return min(most, p.max_tokens);
 }
 
 // One of the received rows that a block answers: low slots first, peers interleaved.
 struct AnswerPlace {
-    int unit;    // of kNumPeers * slots; the first that is a row, or beyond all
+    int unit;    // of kNumPeers * slots
     int src;     // whose token it is
     int64_t at;  // src * max_tokens + slot
     int32_t token;
 };
 
+// Where a unit is. False: beyond all slots. (kNumPeers > 0)
+template <class Params>
+CUEP_DEVICE bool place_unit(const Params& p, int most, AnswerPlace& place) {
+    if constexpr (kNumPeers == 0) return false;
+    constexpr int kPeers = kNumPeers > 0 ? kNumPeers : 1;
+    if (place.unit >= most * kPeers) return false;
+    place.src = (p.rank + 1 + place.unit % kPeers) % kNumRanks;
+    place.at = static_cast<int64_t>(place.src) * p.max_tokens + place.unit / kPeers;
+    return true;
+}
+
 // To the first row from place.unit on. False: there is none.
 template <class Params>
 CUEP_DEVICE bool find_answer(const Params& p, int most, AnswerPlace& place) {
-    if constexpr (kNumPeers > 0) {
-        for (; place.unit < most * kNumPeers; place.unit += gridDim.x) {
-            place.src = (p.rank + 1 + place.unit % kNumPeers) % kNumRanks;
-            const int slot = place.unit / kNumPeers;
-            place.at = static_cast<int64_t>(place.src) * p.max_tokens + slot;
-            if (slot < p.num_rows[place.src]) return true;
-        }
+    for (; place_unit(p, most, place); place.unit += gridDim.x) {
+        if (place.at - static_cast<int64_t>(place.src) * p.max_tokens < p.num_rows[place.src]) return true;
     }
     return false;
 }
@@ -148,14 +156,65 @@ CUEP_DEVICE void write_sum(const Params& p, int64_t t, int vec, float (&sum)[kEl
     store_16(reinterpret_cast<uint4*>(p.y + t * p.y_stride) + vec, pack<elem_t>(sum));
 }
 
-// What all blocks of a combine do at the end, when `verdict` is known (receive phase) or nobody refused (send phase).
-template <class Params>
-CUEP_DEVICE void end_combine(const Params& p, const Operation& op, int bank, const Verdict& verdict) {
-    if (!is_last_block(op)) return;
-    publish_done(p, op, bank);
-    if (threadIdx.x != 0) return;
-    if (verdict.refused_by >= 0) mark_refused(p, Op::kCombine, verdict.refused_by, verdict.cause);
-    end_phase(p, op);
+// The kernel, but for what the forms do differently. A block loads the first row that it sends, and looks up where the
+// next ones lie, before it waits for anything.
+//   look_up(answer): where the rows of answer.place lie; load(answer): the rows
+//   send(op, bank, most, answer): all that this block sends, from that row on
+//   sum(op, bank, t): y[t], waiting for its rows. False: gave up.
+template <class Answer, class Params, class LookUp, class Load, class Send, class Sum>
+CUEP_DEVICE void combine(const Params& p, bool is_weighted, LookUp look_up, Load load, Send send, Sum sum) {
+    __shared__ Totals totals;
+    begin_launch(p);
+
+    // everything that need not wait for one another, side by side
+    const bool is_off_handle = p.state->refused != 0;
+    const Operation op = begin_phase(p, Op::kCombine);
+    const Standing standing = standing_of(p, op);
+    const bool is_off = is_broken_for_all(op);
+    const bool is_sender = p.is_send && !p.is_refused;
+    const int count = p.is_refused ? 0 : kept_tokens_of(p);
+    const int most = is_sender ? most_received(p) : 0;
+    Answer answer;
+    answer.place.unit = blockIdx.x;
+    bool is_any = is_sender && place_unit(p, p.max_tokens, answer.place);
+    if (is_any) look_up(answer);
+    const int bank = bank_of(p, op);
+
+    if (is_skipped(p, Op::kCombine, is_off_handle)) return;
+
+    // the bank must have been read by every peer before it is written again; meanwhile the first row comes in, unless a
+    // dispatch that timed out has left nothing to go by. Whoever sees that stops the block.
+    is_any = is_any && !is_off;
+    if (is_any &&
+        answer.place.at - static_cast<int64_t>(answer.place.src) * p.max_tokens >= p.num_rows[answer.place.src]) {
+        is_any = find_answer(p, most, answer.place);
+        if (is_any) look_up(answer);
+    }
+    if (is_any) load(answer);
+    const Bank found = wait_bank<true>(p, op, bank, standing, is_off);
+    if (found == Bank::kStop) return;
+    if (found == Bank::kTaken) return refuse_combine(p);
+    const bool is_last_begun = p.is_send && is_last_to_begin(op);
+
+    // send all that this block owes before it waits for rows
+    if (p.is_send) {
+        if (is_clerk()) publish_totals(p, op, bank, standing, is_weighted);
+        if (is_any) send(op, bank, most, answer);
+    }
+
+    // every rank says how much it sends, or that it refused; then the sums, token by token as they arrive
+    Verdict verdict{-1, Cause::kCall};
+    if (p.is_receive) {
+        if (!wait_totals(p, op, bank, totals, [](uint32_t total) { return total; })) return;
+        verdict = verdict_of(p, totals);
+        const int num_tokens = verdict.refused_by < 0 ? count : 0;
+        for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
+            if (!sum(op, bank, t)) return;
+        }
+    }
+    end_launch(p, op, bank, is_last_begun, totals, [&] {
+        if (verdict.refused_by >= 0) mark_refused(p, Op::kCombine, verdict.refused_by, verdict.cause);
+    });
 }
 
 }  // namespace cuep

@@ -7,7 +7,7 @@
 namespace cuep {
 
 // A word of totals: slots used, and which of the group's routings this is, modulo 32, so that ranks which dispatch
-// different handles find out. (Beyond it bits 30 and 31 are 0, so no total is kRefused.)
+// different handles find out. (Bit 30 is 0, so no total is kRefused.)
 constexpr int kRoutingShift = 25;
 constexpr uint32_t kMispaired = kRefused - 1;  // in place of a total: a rank dispatches another routing
 
@@ -35,7 +35,7 @@ struct Outgoing {
 struct Counts {
     int32_t experts[kNumExperts];  // sender: rows of each expert; receiver: its own use
     int32_t ranks[kNumRanks];      // sender: rows to each rank
-    uint32_t totals[kNumRanks];    // receiver: slots used by each source, or kRefused
+    Totals totals;                 // receiver: slots used by each source, or kRefused
 };
 
 // Rows of each local expert, from one source.
@@ -58,8 +58,13 @@ CUEP_DEVICE bool is_new_routing(const Params& p) {
 // How many rows every expert gets from this rank, and every rank; zero tokens and refused calls publish too.
 // most_per_expert: rows that a rank may send to one expert; only ids that name an expert twice can need more.
 template <class Params>
-CUEP_DEVICE void publish_counts(
-    const Params& p, const Operation& op, int bank, int count, int most_per_expert, Counts& counts) {
+CUEP_DEVICE void publish_counts(const Params& p,
+                                const Operation& op,
+                                int bank,
+                                const Standing& standing,
+                                int count,
+                                int most_per_expert,
+                                Counts& counts) {
     const int tid = threadIdx.x;
     for (int e = tid; e < kNumExperts; e += kNumThreads) counts.experts[e] = 0;
     if (tid < kNumRanks) counts.ranks[tid] = 0;
@@ -90,7 +95,7 @@ CUEP_DEVICE void publish_counts(
     if (tid < kNumRanks) {  // pairs with wait_totals; last, since who sees it asks for the counts next
         const bool is_refused = p.is_refused || is_over || count == kBadTokenCount;
         const uint32_t num_slots = static_cast<uint32_t>(counts.ranks[tid]);
-        const uint32_t total = is_refused ? kRefused : num_slots | p.routing << kRoutingShift;
+        const uint32_t total = is_refused ? kRefused : num_slots | p.routing << kRoutingShift | settled_bit(standing);
         st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
     }
     if (tid == 0 && is_new_routing(p)) p.state->num_tokens = count;
@@ -122,8 +127,8 @@ CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
 }
 
 template <class Params>
-CUEP_DEVICE void load_earlier(const Params& p, int num_tokens, Earlier& earlier) {
-    if (static_cast<int>(threadIdx.x) >= num_tokens) return;
+CUEP_DEVICE void load_earlier(const Params& p, int num_rows, Earlier& earlier) {
+    if (static_cast<int>(threadIdx.x) >= num_rows) return;
     load_experts<kNumExperts>(p.topk_idx, p.is_int64, threadIdx.x, earlier.experts);
 }
 
@@ -154,7 +159,7 @@ CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Ou
 }
 
 // Stores token t, whose slots are known, at every rank that owns one of its experts, and releases its flags.
-// header(dst, k) stores what travels beside the row.
+// header(bank, dst, k) stores what travels beside the row.
 template <class Params, class Header>
 CUEP_DEVICE void send_token(
     const Params& p, const Operation& op, int bank, int t, const Token& token, const Outgoing& out, Header header) {
@@ -173,7 +178,7 @@ CUEP_DEVICE void send_token(
     }
     for (int i = tid; i < kNumRanks * kNumTopk; i += kNumThreads) {
         const int dst = i / kNumTopk, k = i % kNumTopk;
-        if (token.rank_mask >> dst & 1u) header(dst, k);
+        if (token.rank_mask >> dst & 1u) header(bank, dst, k);
     }
     if (tid == 0) p.own_slot[t] = token.rank_mask >> p.rank & 1u ? out.slot[p.rank] : -1;
     if (tid < kNumTopk && is_new_routing(p)) {
@@ -197,7 +202,6 @@ CUEP_DEVICE int32_t local_expert_at(const Outgoing& out, int dst, int k) {
 template <class Params>
 CUEP_DEVICE bool wait_slots(const Params& p, const Operation& op, int bank, Counts& counts) {
     return wait_totals(p, op, bank, counts.totals, [&](uint32_t total) {
-        if (total == kRefused) return total;
         return total >> kRoutingShift == p.routing ? total & ((1u << kRoutingShift) - 1) : kMispaired;
     });
 }
@@ -213,7 +217,7 @@ CUEP_DEVICE DispatchVerdict verdict_of(const Params& p, int count, const Counts&
     const int refused_by = refusing_rank(p, counts.totals);
     if (refused_by >= 0) return {refused_by, count < 0 ? Cause::kTokenCount : Cause::kZoneFull};
     for (int r = 0; r < kNumRanks; r++) {
-        if (counts.totals[r] == kMispaired) return {p.rank, Cause::kMispaired};
+        if (counts.totals.of[r] == kMispaired) return {p.rank, Cause::kMispaired};
     }
     return {-1, Cause::kCall};
 }
@@ -223,7 +227,7 @@ template <class Params>
 CUEP_DEVICE int most_rows(const Params& p, const Counts& counts) {
     uint32_t most = 0;
     for (int r = 0; r < kNumRanks; r++) {
-        if (r != p.rank) most = max(most, counts.totals[r]);
+        if (r != p.rank) most = max(most, counts.totals.of[r]);
     }
     return static_cast<int>(most);
 }
@@ -236,13 +240,81 @@ CUEP_DEVICE bool receive_rows(
     const int most = most_rows(p, counts);
     for (int u = blockIdx.x; u < most * kNumPeers; u += gridDim.x) {
         const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
-        if (slot >= static_cast<int>(counts.totals[src])) continue;
+        if (slot >= static_cast<int>(counts.totals.of[src])) continue;
         bool is_ok = true;
         if (threadIdx.x == 0) is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, token);
         if (block_any(!is_ok)) return false;
         deliver(src, slot);
     }
     return true;
+}
+
+// The kernel, but for what the layouts do differently.
+//   begin(token), find(t, earlier, token): before and while this rank's tokens before t are counted, for places of rows
+//   header(bank, dst, k): stores what travels beside the row
+//   receive(op, bank, num_tokens, last, token): all that this block receives, when the totals are known; `last` is the
+//     token that it sent last, still in `token`, or -1. False: gave up.
+template <class Params, class Begin, class Find, class Header, class Receive>
+CUEP_DEVICE void dispatch(const Params& p,
+                          int most_per_expert,
+                          Outgoing& out,
+                          Counts& counts,
+                          Begin begin,
+                          Find find,
+                          Header header,
+                          Receive receive) {
+    begin_launch(p);
+    const Operation op = begin_phase(p, Op::kDispatch);
+    const Standing standing = standing_of(p, op);
+    const bool is_off = is_broken(op);
+    const int bank = bank_of(p, op);
+
+    // the first token comes in while control words do; whether it is one is known later
+    const int num_rows = p.is_refused || !p.is_send ? 0 : p.num_tokens;
+    Token token;
+    Earlier earlier;
+    token.rank_mask = 0;
+    if (static_cast<int>(blockIdx.x) < num_rows) {
+        load_token(p, blockIdx.x, token);
+        load_earlier(p, num_rows, earlier);
+        begin(token);
+    }
+    const int count = p.is_refused ? 0 : is_new_routing(p) ? tokens_of(p) : kept_tokens_of(p);
+    const int num_tokens = max(count, 0);
+
+    // the bank must have been read by every peer before it is written again
+    if (wait_bank<false>(p, op, bank, standing, is_off) == Bank::kStop) return;
+    const bool is_last_begun = p.is_send && is_last_to_begin(op);
+
+    // send all that this block owes before it waits for rows
+    int last = -1;
+    if (p.is_send) {
+        if (is_clerk()) publish_counts(p, op, bank, standing, count, most_per_expert, counts);
+        for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
+            if (last >= 0) {
+                load_token(p, t, token);
+                __syncthreads();
+                begin(token);
+                __syncthreads();
+            }
+            find(t, earlier, token);
+            send_token(p, op, bank, t, token, out, header);
+            last = t;
+        }
+        if (last < 0) token.rank_mask = 0;
+        __syncthreads();
+    }
+
+    DispatchVerdict verdict{-1, Cause::kCall};
+    if (p.is_receive) {
+        if (!wait_slots(p, op, bank, counts)) return;
+        verdict = verdict_of(p, count, counts);
+        if (verdict.refused_by < 0 && !receive(op, bank, num_tokens, last, token)) return;
+    }
+    end_launch(p, op, bank, is_last_begun, counts.totals, [&] {
+        if (p.is_receive) p.state->refused = 0;
+        if (verdict.refused_by >= 0) mark_refused(p, Op::kDispatch, verdict.refused_by, verdict.own_cause);
+    });
 }
 
 }  // namespace cuep

@@ -24,14 +24,17 @@ enum class Cause : uint32_t {
     kMispaired = 8,
 };
 
-// Device memory of one rank, one per group. Only the last block of a kernel writes epochs, so that every block of one
-// kernel reads the same.
+// Device memory of one rank, one per group. One block of a kernel writes it, when all have read it.
 struct Control {
-    uint64_t epoch[3];       // newest epoch that each Op has taken
-    uint32_t num_epochs[3];  // how many were taken, since the group's first
-    uint32_t blocks[3];      // blocks of the running kernel that are through
-    uint32_t broken;         // a wait has timed out: the group is over
-    uint32_t sent;           // blocks of the running kernel that have sent all they owe, where others wait for that
+    struct {
+        uint64_t epoch;       // newest that was taken
+        uint64_t received;    // ll: epoch, less the sends that are still to be received
+        uint64_t read_until;  // ll: what is known of the others: all ranks have read what was sent up to this epoch
+        uint32_t num_epochs;  // how many were taken, since the group's first
+        uint32_t blocks;      // of the running kernel: through or (ll) past their look at these words
+    } ops[3];                 // of each Op
+    uint32_t broken;          // a wait has timed out: the group is over
+    uint32_t sent;            // blocks of the running kernel that have sent all they owe, where others wait for that
 };
 
 constexpr uint32_t kRefusalsKept = 8;
@@ -41,7 +44,7 @@ struct Report {
     uint32_t timed_out;  // 1 when the next six words are complete
     uint32_t op, phase, peer, expected, seen, epoch;
     uint32_t num_bad_ids;  // topk_idx entries outside [-1, num_experts)
-    uint32_t ticket;       // of the last launch that is over: the host may let go of what it read
+    uint32_t ticket;       // of a launch that is over, and all before it: the host may let go of what they read
     uint32_t num_refused;  // operations that did nothing because a rank refused; the newest are in `refusals`
     struct {
         uint32_t what;  // Op, Cause << 8, rank << 16
@@ -73,7 +76,7 @@ struct Operation {
 // Params is that of any kernel: all have these fields.
 template <class Params>
 CUEP_DEVICE Operation begin_operation(const Params& p, Op op) {
-    const uint64_t epoch = p.control->epoch[static_cast<int>(op)] + 1;
+    const uint64_t epoch = p.control->ops[static_cast<int>(op)].epoch + 1;
     return {p.control, p.report, static_cast<uint64_t>(p.timeout_ns), epoch, p.ticket, op, true};
 }
 
@@ -214,26 +217,23 @@ CUEP_DEVICE bool is_last_to_send(const Operation& op) {
 }
 
 CUEP_DEVICE bool is_last_block(const Operation& op) {
-    return is_last(&op.control->blocks[static_cast<int>(op.op)]);
+    return is_last(&op.control->ops[static_cast<int>(op.op)].blocks);
 }
 
-// One thread of the last block of every kernel; the epoch is taken by the kernel that sends. Should two kernels have
-// worked in one epoch, as replays of two graphs in two streams may, both count it, and Group.check sees too many.
+// One thread, when all blocks have read the epoch; it is taken by the kernel that sends. Should two kernels have worked
+// in one epoch, as replays of two graphs in two streams may, both count it, and Group.check sees too many.
+CUEP_DEVICE void take_epoch(const Operation& op) {
+    auto& control = op.control->ops[static_cast<int>(op.op)];
+    red_add_relaxed_gpu(&control.blocks, 0u - gridDim.x);
+    if (!op.is_new) return;
+    control.epoch = op.epoch;
+    red_add_relaxed_gpu(&control.num_epochs, 1u);
+}
+
+// One thread of the last block of a kernel.
 CUEP_DEVICE void end_kernel(const Operation& op) {
-    const int kind = static_cast<int>(op.op);
-    red_add_relaxed_gpu(&op.control->blocks[kind], 0u - gridDim.x);
-    if (op.is_new) {
-        op.control->epoch[kind] = op.epoch;
-        red_add_relaxed_gpu(&op.control->num_epochs[kind], 1u);
-    }
+    take_epoch(op);
     st_relaxed_sys(&op.report->ticket, op.ticket);
-}
-
-// Thread 0 of the last block of a kernel that sends what another will receive.
-template <class Params>
-CUEP_DEVICE void end_send(const Params& p, const Operation& op) {
-    p.state->epoch[static_cast<int>(op.op)] = op.epoch;
-    end_kernel(op);
 }
 
 // One thread: tell the host that this launch did nothing because `rank` refused its part of an operation.
@@ -262,7 +262,7 @@ CUEP_DEVICE void mark_refused(const Params& p, Op op, int rank, Cause own_cause)
 template <class Params>
 CUEP_DEVICE bool is_skipped(const Params& p, Op kind, bool is_refused) {
     if (!is_refused) return false;
-    uint32_t* blocks = &p.control->blocks[static_cast<int>(kind)];
+    uint32_t* blocks = &p.control->ops[static_cast<int>(kind)].blocks;
     if (is_last(blocks) && threadIdx.x == 0) {
         red_add_relaxed_gpu(blocks, 0u - gridDim.x);
         const Op op = p.state->refused == 0 ? Op::kRoute : static_cast<Op>(p.state->refused - 1);

@@ -97,6 +97,7 @@ CUEP_STORE(st_relaxed_sys, "relaxed.sys", RELAXED)
 CUEP_STORE(st_release_sys, "release.sys", RELEASE)
 CUEP_STORE(st_release_gpu, "release.gpu", RELEASE)
 CUEP_ATOM_ADD(atom_add_relaxed_sys, "relaxed.sys", RELAXED)
+CUEP_ATOM_ADD(atom_add_relaxed_gpu, "relaxed.gpu", RELAXED)
 CUEP_ATOM_ADD(atom_add_acq_rel_gpu, "acq_rel.gpu", ACQ_REL)
 CUEP_RED_ADD(red_add_relaxed_gpu, "relaxed.gpu", RELAXED)
 CUEP_RED_ADD(red_add_release_sys, "release.sys", RELEASE)
@@ -115,6 +116,8 @@ CUEP_DEVICE void relax(CUEP_CPU_CALLER) {
 CUEP_DEVICE uint64_t now_ns() {
     return cpu::now_ns();
 }
+
+CUEP_DEVICE void wait_for_earlier_kernels() {}
 
 CUEP_DEVICE uint4 load_streaming(const uint4* ptr) {
     return *ptr;
@@ -140,6 +143,15 @@ CUEP_DEVICE uint64_t now_ns() {
     uint64_t ns;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");
     return ns;
+}
+
+// First in a kernel with CUEP_LAUNCH_EARLY: what comes before it in its stream is complete and visible afterwards, and
+// the kernel behind it may be set up from now on.
+CUEP_DEVICE void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // 16 bytes of memory that nobody writes while this kernel runs: through the non-coherent path, kept out of L1. Volatile

@@ -19,9 +19,9 @@
 
 #define CUEP_DYNAMIC_SMEM(name) uint8_t* const name = ::cuep::cpu::current->block->dynamic_smem
 
-#define CUEP_LAUNCH(threads, smem_bytes)                              \
-    extern "C" {                                                      \
-    int32_t cuep_launch[2] = {int32_t(threads), int32_t(smem_bytes)}; \
+#define CUEP_LAUNCH_FACTS(threads, smem_bytes, is_early)                        \
+    extern "C" {                                                                \
+    int32_t cuep_launch[3] = {int32_t(threads), int32_t(smem_bytes), is_early}; \
     }
 
 // Parameters that name the place of the call in error messages.
