@@ -65,91 +65,106 @@ CUEP_DEVICE uint4* home_row(const Params& p, int dst, int bank, int64_t token, i
     return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kRowBytes);
 }
 
-// The rows of one received token, from all its experts here. The first few are loaded before the flag of the token
-// before it is released, and those of the first token before anything is waited for.
-struct Answer {
-    AnswerPlace place;
-    int32_t rows[kNumTopk];                       // of expert_out, or -1
-    uint4 loaded[kRowsInFlight][kVecsPerThread];  // this thread's pieces
+struct Shared {
+    const uint4* answer_rows[kNumTopk];  // of the received token that is being answered, null where it has none here
+    const uint4* terms[kNumTopk];        // of the token that is being summed
+    float weights[kNumTopk];
 };
 
+// Pieces of an answer's rows that this thread has loaded: of kRowsInFlight rows.
+using Loaded = uint4[kRowsInFlight][kVecsPerThread];
+
+// The first warp knows where an answer's rows are, the others do behind a barrier.
+CUEP_DEVICE void look_up(const Params& p, Answer& answer, Shared& s) {
+    answer.token = p.token_idx[answer.at];
+    if (threadIdx.x < kNumTopk) {
+        const int32_t row = p.row_idx[answer.at * kNumTopk + threadIdx.x];
+        s.answer_rows[threadIdx.x] = row < 0 ? nullptr : expert_row(p, row);
+    }
+}
+
 // Rows of k = first, first + 1, ...
-CUEP_DEVICE void load_rows(const Params& p, int first, Answer& answer) {
+CUEP_DEVICE void load_rows(int first, const Shared& s, Loaded& loaded) {
 #pragma unroll
     for (int i = 0; i < kRowsInFlight; i++) {
-        const int k = first + i;
-        if (k >= kNumTopk || answer.rows[k] < 0) continue;
+        if (first + i >= kNumTopk) continue;
+        const uint4* row = s.answer_rows[first + i];
+        if (row == nullptr) continue;
 #pragma unroll
         for (int j = 0; j < kVecsPerThread; j++) {
             const int vec = threadIdx.x + j * kNumThreads;
-            if (vec < kRowVecs) answer.loaded[i][j] = load_streaming(expert_row(p, answer.rows[k]) + vec);
+            if (vec < kRowVecs) loaded[i][j] = load_streaming(row + vec);
         }
     }
 }
 
-CUEP_DEVICE void look_up(const Params& p, Answer& answer) {
-    answer.place.token = p.token_idx[answer.place.at];
+CUEP_DEVICE void store_rows(
+    const Params& p, int bank, const Answer& answer, int first, const Shared& s, const Loaded& loaded) {
+    uint4* home = home_row(p, answer.src, bank, answer.token, first) + threadIdx.x;
 #pragma unroll
-    for (int k = 0; k < kNumTopk; k++) answer.rows[k] = p.row_idx[answer.place.at * kNumTopk + k];
+    for (int i = 0; i < kRowsInFlight; i++) {
+        if (first + i >= kNumTopk || s.answer_rows[first + i] == nullptr) continue;
+#pragma unroll
+        for (int j = 0; j < kVecsPerThread; j++) {
+            if (threadIdx.x + j * kNumThreads < kRowVecs) store_16(home + i * kRowVecs + j * kNumThreads, loaded[i][j]);
+        }
+    }
 }
 
-// From the row on that has been loaded.
-CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, Answer& answer) {
+// From `answer` on, whose rows are known. The first rows of the next one are loaded before its flag is released.
+CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
     const int tid = threadIdx.x;
+    Loaded loaded;
+    load_rows(0, s, loaded);
     for (bool is_any = true; is_any;) {
-        const int src = answer.place.src;
-        const int32_t token = answer.place.token;
-#pragma unroll
+#pragma unroll 1
         for (int first = 0; first < kNumTopk; first += kRowsInFlight) {
-            if (first > 0) load_rows(p, first, answer);
-#pragma unroll
-            for (int i = 0; i < kRowsInFlight; i++) {
-                const int k = first + i;
-                if (k >= kNumTopk || answer.rows[k] < 0) continue;
-                uint4* home = home_row(p, src, bank, token, k);
-#pragma unroll
-                for (int j = 0; j < kVecsPerThread; j++) {
-                    if (tid + j * kNumThreads < kRowVecs) store_16(home + tid + j * kNumThreads, answer.loaded[i][j]);
-                }
-            }
+            if (first > 0) load_rows(first, s, loaded);
+            store_rows(p, bank, answer, first, s, loaded);
         }
         if (p.row_weight_grads != nullptr && tid < kNumTopk) {
-            send_grad(p, src, bank, token, p.row_idx[answer.place.at * kNumTopk + tid]);
+            send_grad(p, answer.src, bank, answer.token, p.row_idx[answer.at * kNumTopk + tid]);
         }
-        answer.place.unit += gridDim.x;
-        is_any = find_answer(p, most, answer.place);
-        if (is_any) {
-            look_up(p, answer);
-            load_rows(p, 0, answer);
-        }
+        uint64_t* flag = flag_of(p, answer.src, bank, p.rank, answer.token);
+        answer.unit += gridDim.x;
+        is_any = find_answer(p, most, answer);
         __syncthreads();
-        if (tid == 0) st_release_sys(flag_of(p, src, bank, p.rank, token), tagged(op, 0));  // pairs with wait_ranks
+        if (is_any) {
+            look_up(p, answer, s);
+            __syncthreads();
+            load_rows(0, s, loaded);
+        }
+        if (tid == 0) st_release_sys(flag, tagged(op, 0));  // pairs with wait_ranks
     }
+}
+
+CUEP_DEVICE Term look_up_term(const Params& p, int t) {
+    Term term;
+    if (threadIdx.x >= kNumTopk) return term;
+    term.expert = p.ids[t * kNumTopk + threadIdx.x];
+    if (p.weights != nullptr) term.weight = p.weights[t * kNumTopk + threadIdx.x];
+    const int64_t own = own_row_of(p, t);
+    if (own >= 0) term.own_row = p.row_idx[own * kNumTopk + threadIdx.x];
+    return term;
 }
 
 // y[t]: waits for the ranks that answer token t, then adds in order of k. False: gave up.
-CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t) {
+CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t, const Term& term, Shared& s) {
     const int tid = threadIdx.x;
-    const int64_t own_at = (static_cast<int64_t>(p.rank) * p.max_tokens + p.own_slot[t]) * kNumTopk;
-    int32_t ids[kNumTopk];
-    float weights[kNumTopk];
     uint32_t rank_mask = 0;
-#pragma unroll
-    for (int k = 0; k < kNumTopk; k++) {
-        ids[k] = p.ids[t * kNumTopk + k];
-        weights[k] = p.weights == nullptr ? 1.0f : p.weights[t * kNumTopk + k];
-        if (ids[k] >= 0) rank_mask |= 1u << (ids[k] / kNumLocalExperts);
-    }
-    const uint4* terms[kNumTopk];
-#pragma unroll
-    for (int k = 0; k < kNumTopk; k++) {
-        const bool is_own = ids[k] >= 0 && ids[k] / kNumLocalExperts == p.rank;
-        terms[k] = is_own ? expert_row(p, p.row_idx[own_at + k]) : home_row(p, p.rank, bank, t, k);
+    bool is_own = false;
+    if (warp_idx() == 0) {
+        rank_mask = ranks_of_terms(term);
+        is_own = term.expert >= 0 && term.expert / kNumLocalExperts == p.rank;
+        if (tid < kNumTopk) {
+            const uint4* row = is_own ? expert_row(p, term.own_row) : home_row(p, p.rank, bank, t, tid);
+            s.terms[tid] = term.expert < 0 ? nullptr : row;
+            s.weights[tid] = term.weight;
+        }
     }
     if (!wait_ranks(p, op, bank, t, rank_mask)) return false;
-    if (p.weight_grads != nullptr && tid < kNumTopk) {
-        take_grad(p, bank, t, rank_mask >> p.rank & 1u ? p.row_idx[own_at + tid] : -1);
-    }
+    if (p.weight_grads != nullptr && tid < kNumTopk) take_grad(p, bank, t, is_own ? term.own_row : -1);
+#pragma unroll 1
     for (int vec = tid; vec < kRowVecs; vec += kNumThreads) {
         float sum[kElemsPerVec];
 #pragma unroll
@@ -159,11 +174,12 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
             uint4 v[kTermsInFlight];
 #pragma unroll
             for (int i = 0; i < kTermsInFlight; i++) {
-                if (first + i < kNumTopk && ids[first + i] >= 0) v[i] = load_16(terms[first + i] + vec);
+                if (first + i < kNumTopk && s.terms[first + i] != nullptr) v[i] = load_16(s.terms[first + i] + vec);
             }
 #pragma unroll
             for (int i = 0; i < kTermsInFlight; i++) {
-                if (first + i < kNumTopk && ids[first + i] >= 0) add_weighted(sum, weights[first + i], v[i]);
+                if (first + i < kNumTopk && s.terms[first + i] != nullptr)
+                    add_weighted(sum, s.weights[first + i], v[i]);
             }
         }
         write_sum(p, t, vec, sum);
@@ -173,11 +189,12 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ll_combine_direct(const __grid_constant__ Params p) {
-    combine<Answer>(
+    __shared__ Shared s;
+    combine(
         p,
         true,
-        [&](Answer& answer) { look_up(p, answer); },
-        [&](Answer& answer) { load_rows(p, 0, answer); },
-        [&](const Operation& op, int bank, int most, Answer& answer) { send_answers(p, op, bank, most, answer); },
-        [&](const Operation& op, int bank, int t) { return sum_token(p, op, bank, t); });
+        [&](Answer& answer) { look_up(p, answer, s); },
+        [&](const Operation& op, int bank, int most, Answer& answer) { send_answers(p, op, bank, most, answer, s); },
+        [&](int t) { return look_up_term(p, t); },
+        [&](const Operation& op, int bank, int t, const Term& term) { return sum_token(p, op, bank, t, term, s); });
 }

@@ -66,23 +66,28 @@ struct Params {
 constexpr int kRanksInFlight = kNumRanks < 8 ? kNumRanks : 8;  // rows of ranks that a thread loads before it adds
 CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
-// This rank's part of a token's sum: where its terms are.
+// This rank's part of a token's sum: where its terms are. rank-major: rows[0] alone.
 struct Partial {
-    const uint4* rows[kNumTopk];  // null where there is none; rank-major: rows[0] alone
+    const uint4* rows[kNumTopk];  // null where there is none
     float weights[kNumTopk];
 };
 
-// at: of the received row, src * max_tokens + slot.
+struct Shared {
+    Partial answer;                // of the received token that is being answered
+    Partial own;                   // of the token that is being summed
+    const uint4* rows[kNumRanks];  // its rows of the peers, null where there is none
+    bool has_own;
+};
+
+// By the first warp; the others know it behind a barrier. at: of the received row, src * max_tokens + slot.
 CUEP_DEVICE void find_partial(const Params& p, int64_t at, Partial& partial) {
+    const int tid = threadIdx.x;
     if constexpr (kIsRankMajor) {
-        partial.rows[0] = expert_row(p, at);
-    } else {
-#pragma unroll
-        for (int k = 0; k < kNumTopk; k++) {
-            const int32_t row = p.row_idx[at * kNumTopk + k];
-            partial.rows[k] = row < 0 ? nullptr : expert_row(p, row);
-            partial.weights[k] = p.is_weighted ? p.recv_weights[at * kNumTopk + k] : 1.0f;
-        }
+        if (tid == 0) partial.rows[0] = expert_row(p, at);
+    } else if (tid < kNumTopk) {
+        const int32_t row = p.row_idx[at * kNumTopk + tid];
+        partial.rows[tid] = row < 0 ? nullptr : expert_row(p, row);
+        partial.weights[tid] = p.is_weighted ? p.recv_weights[at * kNumTopk + tid] : 1.0f;
     }
 }
 
@@ -118,66 +123,76 @@ CUEP_DEVICE int64_t grad_row(const Params& p, int64_t at) {
     return p.row_idx[i];
 }
 
-// This rank's part of the sum of a received row. It is loaded before the flag of the one before it is released, and the
-// first before anything is waited for.
-struct Answer {
-    AnswerPlace place;
-    Partial partial;
-    uint4 part[kVecsPerThread];  // this thread's pieces
-};
-
-CUEP_DEVICE void look_up(const Params& p, Answer& answer) {
-    answer.place.token = p.token_idx[answer.place.at];
-    find_partial(p, answer.place.at, answer.partial);
+CUEP_DEVICE void look_up(const Params& p, Answer& answer, Shared& s) {
+    answer.token = p.token_idx[answer.at];
+    find_partial(p, answer.at, s.answer);
 }
 
-CUEP_DEVICE void load_answer(Answer& answer) {
-#pragma unroll
+// This thread's pieces of an answer.
+CUEP_DEVICE void load_part(const Shared& s, uint4 (&part)[kVecsPerThread]) {
+#pragma unroll kIsRankMajor ? kVecsPerThread : 1
     for (int j = 0; j < kVecsPerThread; j++) {
         const int vec = threadIdx.x + j * kNumThreads;
-        if (vec < kRowVecs) answer.part[j] = partial_sum(answer.partial, vec);
+        if (vec < kRowVecs) part[j] = partial_sum(s.answer, vec);
     }
 }
 
-// From the row on that has been loaded.
-CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, Answer& answer) {
+// From `answer` on, whose rows are known. The next part is made before the flag of the one before it is released.
+CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
     const int tid = threadIdx.x;
+    uint4 part[kVecsPerThread];
+    load_part(s, part);
     for (bool is_any = true; is_any;) {
-        const int src = answer.place.src;
-        const int32_t token = answer.place.token;
-        uint4* home = staged_row(p, src, bank, p.rank, token);
+        uint4* home = staged_row(p, answer.src, bank, p.rank, answer.token);
 #pragma unroll
         for (int j = 0; j < kVecsPerThread; j++) {
-            if (tid + j * kNumThreads < kRowVecs) store_16(home + tid + j * kNumThreads, answer.part[j]);
+            if (tid + j * kNumThreads < kRowVecs) store_16(home + tid + j * kNumThreads, part[j]);
         }
-        if (p.row_weight_grads != nullptr && tid < kNumTopk)
-            send_grad(p, src, bank, token, grad_row(p, answer.place.at));
-        answer.place.unit += gridDim.x;
-        is_any = find_answer(p, most, answer.place);
-        if (is_any) {
-            look_up(p, answer);
-            load_answer(answer);
+        if (p.row_weight_grads != nullptr && tid < kNumTopk) {
+            send_grad(p, answer.src, bank, answer.token, grad_row(p, answer.at));
         }
+        uint64_t* flag = flag_of(p, answer.src, bank, p.rank, answer.token);
+        answer.unit += gridDim.x;
+        is_any = find_answer(p, most, answer);
         __syncthreads();
-        if (tid == 0) st_release_sys(flag_of(p, src, bank, p.rank, token), tagged(op, 0));  // pairs with wait_ranks
+        if (is_any) {
+            look_up(p, answer, s);
+            __syncthreads();
+            load_part(s, part);
+        }
+        if (tid == 0) st_release_sys(flag, tagged(op, 0));  // pairs with wait_ranks
     }
+}
+
+CUEP_DEVICE Term look_up_term(const Params& p, int t, Shared& s) {
+    Term term;
+    if (threadIdx.x < kNumTopk) term.expert = p.ids[t * kNumTopk + threadIdx.x];
+    const int64_t own = own_row_of(p, t);
+    term.own_row = static_cast<int32_t>(own);
+    return term;
 }
 
 // y[t]: waits for the ranks that answer token t, then adds in order of rank. False: gave up.
-CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t) {
+CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t, const Term& term, Shared& s) {
     const int tid = threadIdx.x;
     uint32_t rank_mask = 0;
-#pragma unroll
-    for (int k = 0; k < kNumTopk; k++) {
-        const int32_t id = p.ids[t * kNumTopk + k];
-        if (id >= 0) rank_mask |= 1u << (id / kNumLocalExperts);
+    bool is_own = false;
+    if (warp_idx() == 0) {
+        rank_mask = ranks_of_terms(term);
+        is_own = (rank_mask >> p.rank & 1u) != 0;
+        if (tid < kNumRanks) {
+            const bool is_peer = tid != p.rank && (rank_mask >> tid & 1u);
+            s.rows[tid] = is_peer ? staged_row(p, p.rank, bank, tid, t) : nullptr;
+        }
+        if (tid == 0) s.has_own = is_own;
+        if (is_own) find_partial(p, term.own_row, s.own);
     }
-    const bool is_own = rank_mask >> p.rank & 1u;
-    const int64_t own_at = static_cast<int64_t>(p.rank) * p.max_tokens + p.own_slot[t];
-    Partial partial;
-    if (is_own) find_partial(p, own_at, partial);
     if (!wait_ranks(p, op, bank, t, rank_mask)) return false;
-    if (p.weight_grads != nullptr && tid < kNumTopk) take_grad(p, bank, t, is_own ? grad_row(p, own_at) : -1);
+    if (p.weight_grads != nullptr && tid < kNumTopk) {
+        take_grad(p, bank, t, is_own ? grad_row(p, term.own_row) : -1);
+    }
+    const bool has_own = s.has_own;
+#pragma unroll 1
     for (int vec = tid; vec < kRowVecs; vec += kNumThreads) {
         float sum[kElemsPerVec];
 #pragma unroll
@@ -188,16 +203,18 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
             uint4 v[kRanksInFlight];
 #pragma unroll
             for (int i = 0; i < kRanksInFlight; i++) {
-                const int r = first + i;
-                if (r < kNumRanks && r != p.rank && (rank_mask >> r & 1u)) {
-                    v[i] = load_16(staged_row(p, p.rank, bank, r, t) + vec);
-                }
+                if (first + i < kNumRanks && s.rows[first + i] != nullptr) v[i] = load_16(s.rows[first + i] + vec);
             }
-            if (first == 0 && is_own) own = partial_sum(partial, vec);  // while the peers' rows come in
+            if (first == 0 && has_own) own = partial_sum(s.own, vec);  // while the peers' rows come in
 #pragma unroll
             for (int i = 0; i < kRanksInFlight; i++) {
                 const int r = first + i;
-                if (r < kNumRanks && (rank_mask >> r & 1u)) add(sum, r == p.rank ? own : v[i]);
+                if (r >= kNumRanks) continue;
+                if (s.rows[r] != nullptr) {
+                    add(sum, v[i]);
+                } else if (r == p.rank && has_own) {
+                    add(sum, own);
+                }
             }
         }
         write_sum(p, t, vec, sum);
@@ -207,11 +224,12 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ll_combine_partial(const __grid_constant__ Params p) {
-    combine<Answer>(
+    __shared__ Shared s;
+    combine(
         p,
         kIsRankMajor || p.is_weighted,
-        [&](Answer& answer) { look_up(p, answer); },
-        [&](Answer& answer) { load_answer(answer); },
-        [&](const Operation& op, int bank, int most, Answer& answer) { send_answers(p, op, bank, most, answer); },
-        [&](const Operation& op, int bank, int t) { return sum_token(p, op, bank, t); });
+        [&](Answer& answer) { look_up(p, answer, s); },
+        [&](const Operation& op, int bank, int most, Answer& answer) { send_answers(p, op, bank, most, answer, s); },
+        [&](int t) { return look_up_term(p, t, s); },
+        [&](const Operation& op, int bank, int t, const Term& term) { return sum_token(p, op, bank, t, term, s); });
 }

@@ -68,11 +68,10 @@ CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
 struct Shared {
     Outgoing out;
-    Counts counts;              // experts: in the end the first row per (local expert, source)
-    int32_t place[kNumTopk];    // of the token being sent, among this rank's rows of each of its experts
+    Counts counts;
     int32_t dst_row[kNumTopk];  // of the row being delivered
     uint32_t token;             // of the row being received
-    int32_t total;
+    int32_t total;              // rows of all experts
 };
 
 // What travels beside a row for each k, and stays with this rank for its own.
@@ -85,60 +84,31 @@ CUEP_DEVICE float* weight_of(const Params& p, int dst, int bank, int src, int64_
     return reinterpret_cast<float*>(p.arena[dst] + p.weights_offset) + slot_at(p, bank, src, slot) * kNumTopk;
 }
 
-// Before find_places: a token's own duplicates count, everything else is to be added.
-CUEP_DEVICE void begin_places(const Token& token, Shared& s) {
-    begin_outgoing(token, s.out);
-#pragma unroll
-    for (int k = 0; k < kNumTopk; k++) {
-        if (threadIdx.x != k) continue;
-        int32_t num_before = 0;
-#pragma unroll
-        for (int q = 0; q < k; q++) num_before += token.experts[q] == token.experts[k];
-        s.place[k] = num_before;
-    }
-}
-
-// Places of token t: rows of the same expert, and to the same rank, that come before it on this rank.
-CUEP_DEVICE void find_places(const Params& p, int t, const Earlier& earlier, const Token& token, Shared& s) {
-    count_before(p, t, earlier, s.out, [&](const int32_t (&experts)[kNumTopk]) {
-#pragma unroll
-        for (int q = 0; q < kNumTopk; q++) {
-#pragma unroll
-            for (int k = 0; k < kNumTopk; k++) {
-                if (experts[q] >= 0 && experts[q] == token.experts[k]) atomicAdd(&s.place[k], 1);
-            }
-        }
-    });
-}
-
-// Turns every rank's counts into the first row of each (local expert, source). False: gave up.
-CUEP_DEVICE bool wait_counts(const Params& p, const Operation& op, int bank, Shared& s) {
+// What this rank received in all.
+CUEP_DEVICE void write_counts(const Params& p, Shared& s) {
     const int tid = threadIdx.x;
-    const bool is_writer = is_clerk();
-    bool is_ok = true;
-    for (int i = tid; i < kNumExperts; i += kNumThreads) {
-        const int src = i / kNumLocalExperts, e = i % kNumLocalExperts;
-        is_ok &= wait_count(p, op, bank, src, e, s.counts.experts[e * kNumRanks + src]);
-    }
     if (tid == 0) s.total = 0;
-    if (block_any(!is_ok)) return false;
+    __syncthreads();
     for (int e = tid; e < kNumLocalExperts; e += kNumThreads) {
-        int32_t first_row = 0;
+        int32_t num_rows = 0;
         for (int src = 0; src < kNumRanks; src++) {
             const int32_t count = s.counts.experts[e * kNumRanks + src];
-            if (is_writer) p.src_rank_counts[e * kNumRanks + src] = count;
-            s.counts.experts[e * kNumRanks + src] = first_row;
-            first_row += count;
+            p.src_rank_counts[e * kNumRanks + src] = count;
+            num_rows += count;
         }
-        if (is_writer) {
-            p.expert_counts[e] = first_row;
-            atomicAdd(&s.total, first_row);
-        }
+        p.expert_counts[e] = num_rows;
+        atomicAdd(&s.total, num_rows);
     }
     __syncthreads();
-    if (is_writer && tid < kNumRanks) p.num_rows[tid] = static_cast<int32_t>(s.counts.totals.of[tid]);
-    if (is_writer && tid == 0) *p.total = s.total;
-    return true;
+    if (tid < kNumRanks) p.num_rows[tid] = static_cast<int32_t>(s.counts.totals.of[tid]);
+    if (tid == 0) *p.total = s.total;
+}
+
+// First row of an expert here that comes from src.
+CUEP_DEVICE int32_t first_row(const Params& p, int32_t local_expert, int src, const Counts& counts) {
+    int32_t row = local_expert * kNumRanks * p.max_tokens;
+    for (int lower = 0; lower < src; lower++) row += counts.experts[local_expert * kNumRanks + lower];
+    return row;
 }
 
 // Copies a received row to all its experts here. header: of k = threadIdx.x, where that is below kNumTopk.
@@ -155,7 +125,7 @@ CUEP_DEVICE void deliver(const Params& p,
         const int32_t expert = header.place.x;
         int32_t dst_row = -1;
         if (expert >= 0) {
-            dst_row = expert * kNumRanks * p.max_tokens + s.counts.experts[expert * kNumRanks + src] + header.place.y;
+            dst_row = first_row(p, expert, src, s.counts) + header.place.y;
             int32_t* source = p.source + static_cast<int64_t>(dst_row) * 3;
             source[0] = src;
             source[1] = static_cast<int32_t>(token);
@@ -167,6 +137,7 @@ CUEP_DEVICE void deliver(const Params& p,
     }
     if (tid == 0) p.token_idx[at] = static_cast<int32_t>(token);
     __syncthreads();
+#pragma unroll 1
     for (int k = 0; k < kNumTopk; k++) {
         if (s.dst_row[k] < 0) continue;
         uint4* dst = reinterpret_cast<uint4*>(p.tokens + s.dst_row[k] * p.tokens_stride);
@@ -198,9 +169,10 @@ CUEP_DEVICE void deliver_from(
 // send has left headers.
 CUEP_DEVICE void receive_own(const Params& p, int bank, int num_tokens, int last, const Token& token, Shared& s) {
     const int tid = threadIdx.x;
-    if (last >= 0 && (token.rank_mask >> p.rank & 1u)) {
+    if (last >= 0 && (s.out.rank_mask >> p.rank & 1u)) {
         Header header{make_int2(-1, 0), 0.0f};
-        if (tid < kNumTopk) header = {make_int2(local_expert_at(s.out, p.rank, tid), s.place[tid]), s.out.weight[tid]};
+        if (tid < kNumTopk)
+            header = {make_int2(local_expert_at(s.out, p.rank, tid), s.out.place[tid]), s.out.weight[tid]};
         deliver(p, p.rank, s.out.slot[p.rank], static_cast<uint32_t>(last), header, token.row, s);
     }
     for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
@@ -211,34 +183,31 @@ CUEP_DEVICE void receive_own(const Params& p, int bank, int num_tokens, int last
     }
 }
 
-// All that this block receives; a block without rows need not know where rows go. False: gave up.
+// All that this block receives. False: gave up.
 CUEP_DEVICE bool receive(
     const Params& p, const Operation& op, int bank, int num_tokens, int last, const Token& token, Shared& s) {
-    const int num_units = max(most_rows(p, s.counts) * kNumPeers, num_tokens);
-    if (!is_clerk() && static_cast<int>(blockIdx.x) >= num_units) return true;
-    if (!wait_counts(p, op, bank, s)) return false;
     receive_own(p, bank, num_tokens, last, token, s);
     if constexpr (kNumPeers > 0) {
-        return receive_rows(p, op, bank, s.counts, s.token, [&](int src, int slot) {
+        const bool is_ok = receive_rows(p, op, bank, s.counts, s.token, [&](int src, int slot) {
             deliver_from(p, bank, src, slot, s.token, staged_row(p, p.rank, bank, src, slot), s);
         });
+        if (!is_ok) return false;
     }
+    if (is_clerk()) write_counts(p, s);
     return true;
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ll_dispatch_direct(const __grid_constant__ Params p) {
     __shared__ Shared s;
-    dispatch(
+    dispatch<true>(
         p,
         p.max_tokens,
         s.out,
         s.counts,
-        [&](const Token& token) { begin_places(token, s); },
-        [&](int t, const Earlier& earlier, const Token& token) { find_places(p, t, earlier, token, s); },
         [&](int bank, int dst, int k) {
             const int64_t slot = s.out.slot[dst];
-            header_of(p, dst, bank, p.rank, slot)[k] = make_int2(local_expert_at(s.out, dst, k), s.place[k]);
+            header_of(p, dst, bank, p.rank, slot)[k] = make_int2(local_expert_at(s.out, dst, k), s.out.place[k]);
             if (p.recv_weights != nullptr) weight_of(p, dst, bank, p.rank, slot)[k] = s.out.weight[k];
         },
         [&](const Operation& op, int bank, int num_tokens, int last, const Token& token) {

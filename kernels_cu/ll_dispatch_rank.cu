@@ -117,7 +117,7 @@ CUEP_DEVICE void deliver_from(const Params& p, int bank, int src, int slot, uint
 // send has left headers.
 CUEP_DEVICE void receive_own(const Params& p, int bank, int num_tokens, int last, const Token& token, Shared& s) {
     const int tid = threadIdx.x;
-    if (last >= 0 && (token.rank_mask >> p.rank & 1u)) {
+    if (last >= 0 && (s.out.rank_mask >> p.rank & 1u)) {
         int2 header = make_int2(-1, 0);
         if (tid < kNumTopk) header = header_for(s.out, p.rank, tid);
         deliver(p, p.rank, s.out.slot[p.rank], static_cast<uint32_t>(last), header, token.row);
@@ -184,15 +184,11 @@ CUEP_DEVICE bool receive(
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ll_dispatch_rank(const __grid_constant__ Params p) {
     __shared__ Shared s;
-    dispatch(
+    dispatch<false>(
         p,
         p.max_tokens * kNumTopk,
         s.out,
         s.counts,
-        [&](const Token& token) { begin_outgoing(token, s.out); },
-        [&](int t, const Earlier& earlier, const Token&) {
-            count_before(p, t, earlier, s.out, [](const int32_t (&)[kNumTopk]) {});
-        },
         [&](int bank, int dst, int k) {
             header_of(p, dst, bank, p.rank, s.out.slot[dst])[k] = header_for(s.out, dst, k);
         },

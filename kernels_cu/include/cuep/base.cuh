@@ -22,6 +22,7 @@ typedef unsigned long long uintptr_t;
 #endif
 
 #define CUEP_DEVICE __device__ __forceinline__
+#define CUEP_DEVICE_COLD static __device__ __noinline__  // what runs hardly ever: kept out of the way of what does
 
 // The block's dynamic shared memory, as many bytes as CUEP_LAUNCH asks for. The GPU fixes its address per kernel.
 #define CUEP_DYNAMIC_SMEM(name)                                \

@@ -27,6 +27,11 @@ CUEP_DEVICE bool is_clerk() {
     return blockIdx.x == gridDim.x - 1;
 }
 
+// Blocks receive in another order than they send, so that with few tokens some send while others wait.
+CUEP_DEVICE int first_to_receive() {
+    return static_cast<int>((blockIdx.x + gridDim.x / 2) % gridDim.x);
+}
+
 // First of all: launches before this one are over, and the host may let go of what they read.
 template <class Params>
 CUEP_DEVICE void begin_launch(const Params& p) {
@@ -143,14 +148,15 @@ struct Totals {
     bool are_settled[kNumRanks];
 };
 
-// False: gave up. decode(word) is what is kept of a total.
+// False: gave up, or is_ok was false for a thread, which may have waited for other words. decode(word) is what is kept
+// of a total.
 template <class Params, class Decode>
-CUEP_DEVICE bool wait_totals(const Params& p, const Operation& op, int bank, Totals& totals, Decode decode) {
+CUEP_DEVICE bool wait_totals(
+    const Params& p, const Operation& op, int bank, bool is_ok, Totals& totals, Decode decode) {
     const int tid = threadIdx.x;
-    bool is_ok = true;
     if (tid < kNumRanks) {
         uint32_t total = 0;
-        is_ok = wait_word(op, total_of(p, p.rank, bank, tid), tid, total);
+        is_ok &= wait_word(op, total_of(p, p.rank, bank, tid), tid, total);
         totals.of[tid] = total == kRefused ? total : decode(total & ~kSettled);
         totals.are_settled[tid] = total != kRefused && (total & kSettled) != 0;
     }

@@ -65,32 +65,44 @@ CUEP_DEVICE int most_received(const Params& p) {
 }
 
 // One of the received rows that a block answers: low slots first, peers interleaved.
-struct AnswerPlace {
+struct Answer {
     int unit;    // of kNumPeers * slots
     int src;     // whose token it is
     int64_t at;  // src * max_tokens + slot
     int32_t token;
 };
 
-// Where a unit is. False: beyond all slots. (kNumPeers > 0)
+// Where a unit is. False: beyond all slots.
 template <class Params>
-CUEP_DEVICE bool place_unit(const Params& p, int most, AnswerPlace& place) {
+CUEP_DEVICE bool place_unit(const Params& p, int most, Answer& answer) {
     if constexpr (kNumPeers == 0) return false;
     constexpr int kPeers = kNumPeers > 0 ? kNumPeers : 1;
-    if (place.unit >= most * kPeers) return false;
-    place.src = (p.rank + 1 + place.unit % kPeers) % kNumRanks;
-    place.at = static_cast<int64_t>(place.src) * p.max_tokens + place.unit / kPeers;
+    if (answer.unit >= most * kPeers) return false;
+    answer.src = (p.rank + 1 + answer.unit % kPeers) % kNumRanks;
+    answer.at = static_cast<int64_t>(answer.src) * p.max_tokens + answer.unit / kPeers;
     return true;
 }
 
-// To the first row from place.unit on. False: there is none.
 template <class Params>
-CUEP_DEVICE bool find_answer(const Params& p, int most, AnswerPlace& place) {
-    for (; place_unit(p, most, place); place.unit += gridDim.x) {
-        if (place.at - static_cast<int64_t>(place.src) * p.max_tokens < p.num_rows[place.src]) return true;
+CUEP_DEVICE bool is_row(const Params& p, const Answer& answer) {
+    return answer.at - static_cast<int64_t>(answer.src) * p.max_tokens < p.num_rows[answer.src];
+}
+
+// To the first row from answer.unit on. False: there is none.
+template <class Params>
+CUEP_DEVICE bool find_answer(const Params& p, int most, Answer& answer) {
+    for (; place_unit(p, most, answer); answer.unit += gridDim.x) {
+        if (is_row(p, answer)) return true;
     }
     return false;
 }
+
+// What a block knows early of a token that it will sum, of k = threadIdx.x.
+struct Term {
+    int32_t expert = -1;
+    float weight = 1.0f;
+    int32_t own_row = -1;  // of expert_out or, of a token's one row here, of the received rows
+};
 
 // Bits of the gradient of weight [token, k] in dst's arena, [num_banks, max_tokens, kNumTopk].
 template <class Params>
@@ -118,7 +130,21 @@ CUEP_DEVICE void take_grad(const Params& p, int bank, int64_t t, int64_t own_row
     p.weight_grads[at] = bits;
 }
 
-// Waits for the flags of token t of the ranks in rank_mask, but for this one. False: gave up.
+// The received row of this rank's own token t, src * max_tokens + slot, or -1 where it has no expert here.
+template <class Params>
+CUEP_DEVICE int64_t own_row_of(const Params& p, int t) {
+    const int32_t slot = p.own_slot[t];
+    const bool is_slot = slot >= 0 && slot < p.max_tokens;  // beyond the tokens there may be anything
+    return is_slot ? static_cast<int64_t>(p.rank) * p.max_tokens + slot : -1;
+}
+
+// Whose experts a token has; known to the first warp. All its lanes call.
+CUEP_DEVICE uint32_t ranks_of_terms(const Term& term) {
+    return __reduce_or_sync(0xffffffffu, term.expert >= 0 ? 1u << (term.expert / kNumLocalExperts) : 0u);
+}
+
+// Waits for the flags of token t of the ranks in rank_mask, but for this one; rank_mask: known to the first warp.
+// A barrier of the block. False: gave up.
 template <class Params>
 CUEP_DEVICE bool wait_ranks(const Params& p, const Operation& op, int bank, int t, uint32_t rank_mask) {
     const int tid = threadIdx.x;
@@ -156,41 +182,42 @@ CUEP_DEVICE void write_sum(const Params& p, int64_t t, int vec, float (&sum)[kEl
     store_16(reinterpret_cast<uint4*>(p.y + t * p.y_stride) + vec, pack<elem_t>(sum));
 }
 
-// The kernel, but for what the forms do differently. A block loads the first row that it sends, and looks up where the
-// next ones lie, before it waits for anything.
-//   look_up(answer): where the rows of answer.place lie; load(answer): the rows
-//   send(op, bank, most, answer): all that this block sends, from that row on
-//   sum(op, bank, t): y[t], waiting for its rows. False: gave up.
-template <class Answer, class Params, class LookUp, class Load, class Send, class Sum>
-CUEP_DEVICE void combine(const Params& p, bool is_weighted, LookUp look_up, Load load, Send send, Sum sum) {
+// The kernel, but for what the forms do differently.
+//   look_up(answer): where the row, or rows, of an answer lie, by the first warp, for all behind a barrier
+//   send(op, bank, most, answer): all that this block sends, from that answer on
+//   look_up_term(t), sum(op, bank, t, term): y[t] from what was known of it early, waiting for its rows. False: gave
+//   up.
+template <class Params, class LookUp, class Send, class LookUpTerm, class Sum>
+CUEP_DEVICE void combine(
+    const Params& p, bool is_weighted, LookUp look_up, Send send, LookUpTerm look_up_term, Sum sum) {
     __shared__ Totals totals;
     begin_launch(p);
 
-    // everything that need not wait for one another, side by side
+    // side by side, what need not wait for one another. What a dispatch that timed out has left is read, not followed.
     const bool is_off_handle = p.state->refused != 0;
     const Operation op = begin_phase(p, Op::kCombine);
     const Standing standing = standing_of(p, op);
-    const bool is_off = is_broken_for_all(op);
+    const bool is_off = is_broken(op);
     const bool is_sender = p.is_send && !p.is_refused;
+    const int num_rows = p.is_refused || !p.is_receive ? 0 : p.num_tokens;
     const int count = p.is_refused ? 0 : kept_tokens_of(p);
     const int most = is_sender ? most_received(p) : 0;
     Answer answer;
-    answer.place.unit = blockIdx.x;
-    bool is_any = is_sender && place_unit(p, p.max_tokens, answer.place);
+    answer.unit = blockIdx.x;
+    bool is_any = is_sender && place_unit(p, p.max_tokens, answer);
     if (is_any) look_up(answer);
+    Term term;
+    const int first_token = first_to_receive();
+    if (first_token < num_rows) term = look_up_term(first_token);
     const int bank = bank_of(p, op);
+    if (is_any && !is_row(p, answer)) {
+        is_any = find_answer(p, most, answer);
+        if (is_any) look_up(answer);
+    }
 
     if (is_skipped(p, Op::kCombine, is_off_handle)) return;
 
-    // the bank must have been read by every peer before it is written again; meanwhile the first row comes in, unless a
-    // dispatch that timed out has left nothing to go by. Whoever sees that stops the block.
-    is_any = is_any && !is_off;
-    if (is_any &&
-        answer.place.at - static_cast<int64_t>(answer.place.src) * p.max_tokens >= p.num_rows[answer.place.src]) {
-        is_any = find_answer(p, most, answer.place);
-        if (is_any) look_up(answer);
-    }
-    if (is_any) load(answer);
+    // the bank must have been read by every peer before it is written again
     const Bank found = wait_bank<true>(p, op, bank, standing, is_off);
     if (found == Bank::kStop) return;
     if (found == Bank::kTaken) return refuse_combine(p);
@@ -205,11 +232,15 @@ CUEP_DEVICE void combine(const Params& p, bool is_weighted, LookUp look_up, Load
     // every rank says how much it sends, or that it refused; then the sums, token by token as they arrive
     Verdict verdict{-1, Cause::kCall};
     if (p.is_receive) {
-        if (!wait_totals(p, op, bank, totals, [](uint32_t total) { return total; })) return;
+        if (!wait_totals(p, op, bank, true, totals, [](uint32_t total) { return total; })) return;
         verdict = verdict_of(p, totals);
         const int num_tokens = verdict.refused_by < 0 ? count : 0;
-        for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
-            if (!sum(op, bank, t)) return;
+        for (int t = first_token; t < num_tokens; t += gridDim.x) {
+            if (t != first_token) {
+                term = look_up_term(t);
+                __syncthreads();  // the one before is summed
+            }
+            if (!sum(op, bank, t, term)) return;
         }
     }
     end_launch(p, op, bank, is_last_begun, totals, [&] {

@@ -11,12 +11,11 @@ namespace cuep {
 constexpr int kRoutingShift = 25;
 constexpr uint32_t kMispaired = kRefused - 1;  // in place of a total: a rank dispatches another routing
 
-// A token on its way out: its row in registers, and where it goes.
+// A token on its way out.
 struct Token {
     uint4 row[kVecsPerThread];  // this thread's pieces
-    int32_t experts[kNumTopk];
-    uint32_t rank_mask;
-    float weight;  // of k = threadIdx.x
+    int32_t expert;             // of k = threadIdx.x
+    float weight;
 };
 
 // Experts of token threadIdx.x, which comes before most tokens that a block sends: loaded once and early.
@@ -28,7 +27,9 @@ struct Earlier {
 struct Outgoing {
     int32_t expert[kNumTopk];
     float weight[kNumTopk];
+    int32_t place[kNumTopk];  // among this rank's rows of each of its experts, where the layout needs that
     int32_t slot[kNumRanks];  // among this rank's rows to each rank
+    uint32_t rank_mask;       // whose experts these are
 };
 
 // How many rows go where, in shared memory.
@@ -103,27 +104,20 @@ CUEP_DEVICE void publish_counts(const Params& p,
 }
 
 template <class Params>
-CUEP_DEVICE bool wait_count(const Params& p, const Operation& op, int bank, int src, int local_expert, int32_t& count) {
-    uint32_t value = 0;
-    const bool is_ok = wait_word(op, counts_of(p, p.rank, bank, src) + local_expert, src, value);
-    count = static_cast<int32_t>(value);
-    return is_ok;
-}
-
-template <class Params>
 CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
+    const int tid = threadIdx.x;
+    token.expert = -1;
     token.weight = 1.0f;
-    if (threadIdx.x < kNumTopk && p.topk_weights != nullptr) {
-        token.weight = p.topk_weights[static_cast<int64_t>(t) * kNumTopk + threadIdx.x];
+    if (tid < kNumTopk) {
+        token.expert = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, t, tid);
+        if (p.topk_weights != nullptr) token.weight = p.topk_weights[static_cast<int64_t>(t) * kNumTopk + tid];
     }
     const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
 #pragma unroll
     for (int j = 0; j < kVecsPerThread; j++) {
-        const int vec = threadIdx.x + j * kNumThreads;
+        const int vec = tid + j * kNumThreads;
         if (vec < kRowVecs) token.row[j] = load_streaming(row + vec);
     }
-    load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, token.experts);
-    token.rank_mask = ranks_of<kNumLocalExperts>(token.experts);
 }
 
 template <class Params>
@@ -132,28 +126,50 @@ CUEP_DEVICE void load_earlier(const Params& p, int num_rows, Earlier& earlier) {
     load_experts<kNumExperts>(p.topk_idx, p.is_int64, threadIdx.x, earlier.experts);
 }
 
-// Before count_before: what is known of the token alone.
+// What is known of a token alone; tokens before it count from here on. One warp: a thread for each k and each rank.
 CUEP_DEVICE void begin_outgoing(const Token& token, Outgoing& out) {
-    const int tid = threadIdx.x;
-#pragma unroll
-    for (int k = 0; k < kNumTopk; k++) {
-        if (tid == k) out.expert[k] = token.experts[k];
+    static_assert(kNumTopk <= kWarpSize && kNumRanks <= kWarpSize);
+    if (warp_idx() != 0) return;
+    const int lane = lane_idx();
+    const int32_t e = token.expert;
+    const uint32_t rank_mask = __reduce_or_sync(0xffffffffu, e >= 0 ? 1u << (e / kNumLocalExperts) : 0u);
+    const uint32_t same = __match_any_sync(0xffffffffu, e);
+    if (lane < kNumTopk) {
+        out.expert[lane] = e;
+        out.weight[lane] = token.weight;
+        out.place[lane] = __popc(same & ((1u << lane) - 1u));
     }
-    if (tid < kNumTopk) out.weight[tid] = token.weight;
-    if (tid < kNumRanks) out.slot[tid] = 0;
+    if (lane < kNumRanks) out.slot[lane] = 0;
+    if (lane == 0) out.rank_mask = rank_mask;
 }
 
-// Slots of token t: rows to the same rank that come before it on this rank. visit(experts) sees each earlier token.
-template <class Params, class Visit>
-CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Outgoing& out, Visit visit) {
+// Slots of token t: rows to the same rank that come before it on this rank. kHasPlaces: places as well.
+template <bool kHasPlaces, class Params>
+CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Outgoing& out) {
+    if (t == 0) return;
     int32_t experts[kNumTopk];
 #pragma unroll
     for (int k = 0; k < kNumTopk; k++) experts[k] = earlier.experts[k];
     for (int first = 0; first < t; first += kNumThreads) {
         const int i = first + threadIdx.x;
         if (first > 0 && i < t) load_experts<kNumExperts>(p.topk_idx, p.is_int64, i, experts);
-        if (i < t) visit(experts);
-        count_ranks<kNumRanks>(i < t ? ranks_of<kNumLocalExperts>(experts) : 0, out.slot);
+        if (first + warp_idx() * kWarpSize >= t) continue;  // nothing for this warp
+        if (i >= t) {
+#pragma unroll
+            for (int k = 0; k < kNumTopk; k++) experts[k] = -1;
+        }
+        count_ranks<kNumRanks>(ranks_of<kNumLocalExperts>(experts), out.slot);
+        if constexpr (!kHasPlaces) continue;
+#pragma unroll 1
+        for (int k = 0; k < kNumTopk; k++) {
+            const int32_t e = out.expert[k];
+            if (e < 0) continue;
+            uint32_t num_same = 0;
+#pragma unroll
+            for (int q = 0; q < kNumTopk; q++) num_same += experts[q] == e;
+            num_same = __reduce_add_sync(0xffffffffu, num_same);
+            if (lane_idx() == 0 && num_same != 0) atomicAdd(&out.place[k], static_cast<int32_t>(num_same));
+        }
     }
     __syncthreads();
 }
@@ -164,10 +180,11 @@ template <class Params, class Header>
 CUEP_DEVICE void send_token(
     const Params& p, const Operation& op, int bank, int t, const Token& token, const Outgoing& out, Header header) {
     const int tid = threadIdx.x;
+    const uint32_t rank_mask = out.rank_mask;
 #pragma unroll
     for (int i = 0; i < kNumPeers; i++) {
         const int dst = (p.rank + 1 + i) % kNumRanks;
-        if (token.rank_mask >> dst & 1u) {
+        if (rank_mask >> dst & 1u) {
             uint4* staged = staged_row(p, dst, bank, p.rank, out.slot[dst]);
 #pragma unroll
             for (int j = 0; j < kVecsPerThread; j++) {
@@ -178,16 +195,16 @@ CUEP_DEVICE void send_token(
     }
     for (int i = tid; i < kNumRanks * kNumTopk; i += kNumThreads) {
         const int dst = i / kNumTopk, k = i % kNumTopk;
-        if (token.rank_mask >> dst & 1u) header(bank, dst, k);
+        if (rank_mask >> dst & 1u) header(bank, dst, k);
     }
-    if (tid == 0) p.own_slot[t] = token.rank_mask >> p.rank & 1u ? out.slot[p.rank] : -1;
+    if (tid == 0) p.own_slot[t] = rank_mask >> p.rank & 1u ? out.slot[p.rank] : -1;
     if (tid < kNumTopk && is_new_routing(p)) {
         const int64_t at = static_cast<int64_t>(t) * kNumTopk + tid;
         p.ids[at] = out.expert[tid];
         p.weights[at] = out.weight[tid];
     }
     __syncthreads();
-    if (tid < kNumRanks && tid != p.rank && (token.rank_mask >> tid & 1u)) {  // pairs with the wait in receive_rows
+    if (tid < kNumRanks && tid != p.rank && (rank_mask >> tid & 1u)) {  // pairs with the wait in receive_rows
         st_release_sys(flag_of(p, tid, bank, p.rank, out.slot[tid]), tagged(op, static_cast<uint32_t>(t)));
     }
 }
@@ -198,10 +215,27 @@ CUEP_DEVICE int32_t local_expert_at(const Outgoing& out, int dst, int k) {
     return e >= 0 && e / kNumLocalExperts == dst ? e % kNumLocalExperts : -1;
 }
 
-// The ranks' totals, without the number of the routing. False: gave up.
+// Of a source rank and one of this rank's experts. False: gave up.
 template <class Params>
+CUEP_DEVICE bool wait_count(const Params& p, const Operation& op, int bank, int src, int local_expert, int32_t& count) {
+    uint32_t value = 0;
+    const bool is_ok = wait_word(op, counts_of(p, p.rank, bank, src) + local_expert, src, value);
+    count = static_cast<int32_t>(value);
+    return is_ok;
+}
+
+// The ranks' totals, without the number of the routing, and (kHasCounts) their counts: counts.experts[local expert *
+// kNumRanks + source]. False: gave up.
+template <bool kHasCounts, class Params>
 CUEP_DEVICE bool wait_slots(const Params& p, const Operation& op, int bank, Counts& counts) {
-    return wait_totals(p, op, bank, counts.totals, [&](uint32_t total) {
+    bool is_ok = true;
+    if constexpr (kHasCounts) {
+        for (int i = threadIdx.x; i < kNumExperts; i += kNumThreads) {
+            const int src = i / kNumLocalExperts, e = i % kNumLocalExperts;
+            is_ok &= wait_count(p, op, bank, src, e, counts.experts[e * kNumRanks + src]);
+        }
+    }
+    return wait_totals(p, op, bank, is_ok, counts.totals, [&](uint32_t total) {
         return total >> kRoutingShift == p.routing ? total & ((1u << kRoutingShift) - 1) : kMispaired;
     });
 }
@@ -238,7 +272,7 @@ template <class Params, class Deliver>
 CUEP_DEVICE bool receive_rows(
     const Params& p, const Operation& op, int bank, const Counts& counts, uint32_t& token, Deliver deliver) {
     const int most = most_rows(p, counts);
-    for (int u = blockIdx.x; u < most * kNumPeers; u += gridDim.x) {
+    for (int u = first_to_receive(); u < most * kNumPeers; u += gridDim.x) {
         const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
         if (slot >= static_cast<int>(counts.totals.of[src])) continue;
         bool is_ok = true;
@@ -250,37 +284,31 @@ CUEP_DEVICE bool receive_rows(
 }
 
 // The kernel, but for what the layouts do differently.
-//   begin(token), find(t, earlier, token): before and while this rank's tokens before t are counted, for places of rows
+//   kHasPlaces: rows have places among those of their expert, which the receiver needs all counts for
 //   header(bank, dst, k): stores what travels beside the row
-//   receive(op, bank, num_tokens, last, token): all that this block receives, when the totals are known; `last` is the
-//     token that it sent last, still in `token`, or -1. False: gave up.
-template <class Params, class Begin, class Find, class Header, class Receive>
-CUEP_DEVICE void dispatch(const Params& p,
-                          int most_per_expert,
-                          Outgoing& out,
-                          Counts& counts,
-                          Begin begin,
-                          Find find,
-                          Header header,
-                          Receive receive) {
+//   receive(op, bank, num_tokens, last, token): all that this block receives, when totals (and counts) are known;
+//   `last`
+//     is the token that it sent last, still in `token` and `out`, or -1. False: gave up.
+template <bool kHasPlaces, class Params, class Header, class Receive>
+CUEP_DEVICE void dispatch(
+    const Params& p, int most_per_expert, Outgoing& out, Counts& counts, Header header, Receive receive) {
     begin_launch(p);
+
+    // the first token comes in while control words do; whether it is one is known later
     const Operation op = begin_phase(p, Op::kDispatch);
     const Standing standing = standing_of(p, op);
     const bool is_off = is_broken(op);
-    const int bank = bank_of(p, op);
-
-    // the first token comes in while control words do; whether it is one is known later
     const int num_rows = p.is_refused || !p.is_send ? 0 : p.num_tokens;
     Token token;
     Earlier earlier;
-    token.rank_mask = 0;
     if (static_cast<int>(blockIdx.x) < num_rows) {
         load_token(p, blockIdx.x, token);
-        load_earlier(p, num_rows, earlier);
-        begin(token);
+        if (blockIdx.x > 0) load_earlier(p, num_rows, earlier);
+        begin_outgoing(token, out);
     }
     const int count = p.is_refused ? 0 : is_new_routing(p) ? tokens_of(p) : kept_tokens_of(p);
     const int num_tokens = max(count, 0);
+    const int bank = bank_of(p, op);
 
     // the bank must have been read by every peer before it is written again
     if (wait_bank<false>(p, op, bank, standing, is_off) == Bank::kStop) return;
@@ -292,22 +320,21 @@ CUEP_DEVICE void dispatch(const Params& p,
         if (is_clerk()) publish_counts(p, op, bank, standing, count, most_per_expert, counts);
         for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
             if (last >= 0) {
+                if (last == 0) load_earlier(p, num_tokens, earlier);
                 load_token(p, t, token);
-                __syncthreads();
-                begin(token);
+                __syncthreads();  // the one before has been sent
+                begin_outgoing(token, out);
                 __syncthreads();
             }
-            find(t, earlier, token);
+            count_before<kHasPlaces>(p, t, earlier, out);
             send_token(p, op, bank, t, token, out, header);
             last = t;
         }
-        if (last < 0) token.rank_mask = 0;
-        __syncthreads();
     }
 
     DispatchVerdict verdict{-1, Cause::kCall};
     if (p.is_receive) {
-        if (!wait_slots(p, op, bank, counts)) return;
+        if (!wait_slots<kHasPlaces>(p, op, bank, counts)) return;
         verdict = verdict_of(p, count, counts);
         if (verdict.refused_by < 0 && !receive(op, bank, num_tokens, last, token)) return;
     }

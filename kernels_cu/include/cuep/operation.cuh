@@ -126,7 +126,7 @@ CUEP_DEVICE uint32_t epoch_of(uint64_t word) {
 }
 
 // Whether to stop waiting: the group is broken, or this wait has lasted longer than the timeout (and is then reported).
-CUEP_DEVICE bool give_up(
+CUEP_DEVICE_COLD bool give_up(
     const Operation& op, Phase phase, int peer, uint32_t expected, uint32_t seen, uint64_t& since_ns) {
     if (ld_acquire_gpu(&op.control->broken) != 0) return true;
     const uint64_t now = now_ns();

@@ -43,6 +43,8 @@ enum class Wait : uint8_t {
     kShuffle,
     kVote,
     kMatch,
+    kReduceAdd,
+    kReduceOr,
     kBulk,
     kMbarrier
 };

@@ -16,6 +16,7 @@
 #define __shared__ static thread_local  // a block is an OS thread
 
 #define CUEP_DEVICE __device__ __forceinline__
+#define CUEP_DEVICE_COLD [[maybe_unused]] static __attribute__((noinline))
 
 #define CUEP_DYNAMIC_SMEM(name) uint8_t* const name = ::cuep::cpu::current->block->dynamic_smem
 

@@ -105,15 +105,17 @@ inline uint32_t matching_lanes(const Fiber* lanes, uint32_t mask, int lane) {
 }
 
 // All lanes have arrived: a shuffle gives each the value of its source lane, a vote the lanes that voted yes, a match
-// the lanes with the same value.
+// the lanes with the same value, a reduction the sum or the union of all.
 inline void finish_meeting(Block& block, Fiber* self, const Meeting& meeting) {
     Warp& warp = block.warp_of(*self);
     Fiber* lanes = self - self->lane();
     uint64_t results[32];
-    uint32_t votes = 0;
+    uint32_t votes = 0, sum = 0, together = 0;
     for (uint32_t rest = meeting.mask; rest != 0; rest &= rest - 1) {
         const int lane = __builtin_ctz(rest);
         if (lanes[lane].value != 0) votes |= 1u << lane;
+        sum += uint32_t(lanes[lane].value);
+        together |= uint32_t(lanes[lane].value);
         const int source = lanes[lane].source_lane;
         const bool has_source = meeting.mask >> source & 1;
         results[lane] = has_source ? lanes[source].value : 0xcdcdcdcdcdcdcdcdu;  // undefined on the GPU: poison
@@ -121,7 +123,10 @@ inline void finish_meeting(Block& block, Fiber* self, const Meeting& meeting) {
     }
     for (uint32_t rest = meeting.mask; rest != 0; rest &= rest - 1) {
         const int lane = __builtin_ctz(rest);
-        lanes[lane].value = meeting.wait == Wait::kVote ? votes : results[lane];
+        lanes[lane].value = meeting.wait == Wait::kVote        ? votes
+                            : meeting.wait == Wait::kReduceAdd ? sum
+                            : meeting.wait == Wait::kReduceOr  ? together
+                                                               : results[lane];
         lanes[lane].wait = Wait::kNone;
         if (&lanes[lane] != self) block.make_runnable(&lanes[lane]);
     }
@@ -210,6 +215,13 @@ CUEP_DEVICE unsigned __match_any_sync(unsigned mask, T value, CUEP_CPU_CALLER) {
     uint64_t bits = 0;
     __builtin_memcpy(&bits, &value, sizeof(T));
     return unsigned(cuep::cpu::meet(cuep::cpu::Wait::kMatch, mask, bits, 0, {file, line}));
+}
+
+CUEP_DEVICE unsigned __reduce_add_sync(unsigned mask, unsigned value, CUEP_CPU_CALLER) {
+    return unsigned(cuep::cpu::meet(cuep::cpu::Wait::kReduceAdd, mask, value, 0, {file, line}));
+}
+CUEP_DEVICE unsigned __reduce_or_sync(unsigned mask, unsigned value, CUEP_CPU_CALLER) {
+    return unsigned(cuep::cpu::meet(cuep::cpu::Wait::kReduceOr, mask, value, 0, {file, line}));
 }
 
 CUEP_DEVICE unsigned __ballot_sync(unsigned mask, int predicate, CUEP_CPU_CALLER) {
