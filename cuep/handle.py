@@ -107,6 +107,8 @@ class Handle:
         self._sent: CombineCall | arrays.View | None = None  # what complete() still reads
         self._export: Callable[[], Any] | None = None  # makes what complete() returns
         self._exports: dict[tuple[str, str, int], Any] = {}
+        #: operation -> its last call: signature of the array, and what makes that call again; None after one with options
+        self._plain_calls: dict[str, tuple[Any, Callable[[Any, Any], int]] | None] = {}
         backend = group.world.backend
         self.arrays: dict[str, Array] = {
             name: backend.empty(shape, layout.dtype_of(dtype), group.cfg.allocator)
@@ -123,6 +125,7 @@ class Handle:
             chosen = group.begin()
             self._check_open()
             self._check_not_pending(call)
+            self._plain_calls.clear()
             group.check_turn(call)  # a refused routing counts as the dispatch that follows (ll)
             self.routing = group.take_routing()
             self._stage = Stage.UNROUTED
@@ -172,7 +175,7 @@ class Handle:
             OrderError: the handle has no routing, an operation of it is pending, or too many are. Nothing is sent.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
-        group, cfg = self._group, self._group.cfg
+        group = self._group
         with group.lock:
             chosen = group.begin()
             self._check_open()
@@ -182,31 +185,30 @@ class Handle:
             group.check_turn("dispatch")
             try:
                 chosen = group.choose_stream(stream, x)
-                view = group.view(x, "x")
-                arrays.check_matrix(view, "x", self.num_rows, cfg.hidden, (cfg.dtype,))
-                arrays.check_rows(view, "x", cfg.row_bytes)
-                self._check_send_only(send_only)
-                into = None if out is None else group.view(out, "out", is_written=True)
-                group.mode.prepare_dispatch(self, into)
-                if into is not None:
-                    arrays.check_apart(view, "x", arrays.rows_of(into), "out, which dispatch writes")
-                arrays.check_apart(
-                    view, "x", self.state.recv_rows, "this handle's own Received.tokens, which its dispatch writes"
-                )
+                is_plain = out is None and not send_only
+                repeat = self._repeater("dispatch", x) if is_plain else None
+                if repeat is None:
+                    view = group.view(x, "x")
+                    into = None if out is None else group.view(out, "out", is_written=True)
+                    self._check_dispatch(view, into, send_only=send_only)
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
                 group.take_turn()
                 group.mode.refuse_dispatch(self, chosen)  # the peers wait for this rank's part
                 raise
             group.take_turn()
-            self._newest = group.mode.dispatch(self, view, into, chosen, send_only=send_only)
-            export = partial(self._received, arrays.framework(x), out)
+            if repeat is not None:
+                self._newest = repeat(x, chosen)
+            else:
+                is_plain = is_plain and self.topk_idx is None  # not the first of a routing
+                self._newest = group.mode.dispatch(self, view, into, chosen, send_only=send_only)
+                self._remember("dispatch", x if is_plain else None)
             self._stage = Stage.DISPATCHED
             if send_only:
                 group.begin_pending(self)
-                self._begin_pending("dispatch", view, export)
+                self._begin_pending("dispatch", view, partial(self._received, arrays.framework(x), out))
             group.leave(chosen)
-            return export()
+            return self._received(arrays.framework(x), out)
 
     def combine(
         self,
@@ -261,22 +263,30 @@ class Handle:
                 raise OrderError(f"combine: this handle {self._stage.value}")
             try:
                 chosen = group.choose_stream(stream, expert_out)
-                view = group.view(expert_out, "expert_out")
-                group.mode.check_expert_out(self, view)
-                self._check_send_only(send_only)
-                call = self._combine_call(view, topk_weights, bias, row_weight_grads, out)
+                is_plain = isinstance(topk_weights, str) and topk_weights == "handle" and not send_only
+                is_plain = is_plain and bias is None and row_weight_grads is None and out is None
+                repeat = self._repeater("combine", expert_out) if is_plain else None
+                if repeat is None:
+                    view = group.view(expert_out, "expert_out")
+                    group.mode.check_expert_out(self, view)
+                    self._check_send_only(send_only)
+                    call = self._combine_call(view, topk_weights, bias, row_weight_grads, out)
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
                 group.mode.refuse_combine(self, chosen)  # the peers wait for this rank's part
                 raise
-            self._newest = group.mode.combine(self, call, chosen, send_only=send_only)
+            if repeat is not None:
+                self._newest = repeat(expert_out, chosen)
+            else:
+                self._newest = group.mode.combine(self, call, chosen, send_only=send_only)
+                self._remember("combine", expert_out if is_plain else None)
             has_grads = row_weight_grads is not None
-            export = partial(self._combined, arrays.framework(expert_out), out, has_grads=has_grads)
             self._stage = Stage.COMBINED
             if send_only:
+                export = partial(self._combined, arrays.framework(expert_out), out, has_grads=has_grads)
                 self._begin_pending("combine", call, export)
             group.leave(chosen)
-            return export()
+            return self._combined(arrays.framework(expert_out), out, has_grads=has_grads)
 
     def complete(self, stream: Any = None) -> Any:
         """(ll) Receive what a send_only dispatch or combine began. Collective.
@@ -300,6 +310,7 @@ class Handle:
             sent = self._sent
             like = sent.expert_out if isinstance(sent, CombineCall) else sent
             chosen = group.choose_stream(stream, None if like is None else like.owner)
+            self._plain_calls.clear()
             self._newest = group.mode.complete(self, chosen, sent)
             assert self._export is not None
             export = self._export
@@ -380,6 +391,7 @@ class Handle:
                 self._group.mode.detach(self)
                 self.arrays, self._y_view = {}, None
                 self._exports = {}
+                self._plain_calls = {}
                 self._sent = self._export = None
 
     def _take_routing(self, topk_idx: Any, topk_weights: Any, num_tokens: Any) -> None:
@@ -397,6 +409,32 @@ class Handle:
         self.num_tokens = count if isinstance(count, int) else self.num_rows
         self.count, self.has_device_count = (None, False) if isinstance(count, int) else (count, True)
         self.topk_idx, self.topk_weights, self.has_weights = idx, weights, weights is not None
+
+    def _repeater(self, operation: str, array: Any) -> Callable[[Any, Any], int] | None:
+        """What makes the operation's last call again, if that was on such an array and had no options either: then all
+        is checked and set already."""
+        last = self._plain_calls.get(operation)
+        if last is None or last[0] != arrays.signature(array, self._group.world.backend):
+            return None
+        return last[1]
+
+    def _remember(self, operation: str, array: Any) -> None:
+        """For _repeater. array: None after a call with options."""
+        group = self._group
+        seen = None if array is None else arrays.signature(array, group.world.backend)
+        repeater = None if seen is None else group.mode.repeater(operation, self)
+        self._plain_calls[operation] = None if repeater is None else (seen, repeater)
+
+    def _check_dispatch(self, x: arrays.View, out: arrays.View | None, *, send_only: bool) -> None:
+        group, cfg = self._group, self._group.cfg
+        arrays.check_matrix(x, "x", self.num_rows, cfg.hidden, (cfg.dtype,))
+        arrays.check_rows(x, "x", cfg.row_bytes)
+        self._check_send_only(send_only)
+        group.mode.prepare_dispatch(self, out)
+        if out is not None:
+            arrays.check_apart(x, "x", arrays.rows_of(out), "out, which dispatch writes")
+        own = "this handle's own Received.tokens, which its dispatch writes"
+        arrays.check_apart(x, "x", self.state.recv_rows, own)
 
     def _combine_call(
         self, expert_out: arrays.View, topk_weights: Any, bias: Any, row_weight_grads: Any, out: Any

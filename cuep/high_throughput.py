@@ -142,6 +142,9 @@ class HighThroughput:
             self._drop_lease(handle)
         return ticket
 
+    def repeater(self, operation: str, handle: Handle) -> None:
+        """There is none: each dispatch may take another receive buffer."""
+
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
         self._drop_lease(handle)

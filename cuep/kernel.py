@@ -13,8 +13,8 @@ from cuep.params import Constant
 
 
 class Kernel:
-    """A kernel on one backend. The .cu file alone says how it is launched: how many threads, how much shared memory, and
-    whether it may be set up while what comes before it in the stream still runs.
+    """A kernel on one backend. The .cu file alone says how it is launched: how many threads, how much shared memory,
+    and whether it may be set up while what comes before it in the stream still runs.
 
     comm: ranks that compile together (collective), or None to compile alone.
     """

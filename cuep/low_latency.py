@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,13 @@ class LowLatency:
             record["topk_weights"] = handle.addresses["weights"]
             handle.topk_idx = handle.topk_weights = handle.count = None
         return ticket
+
+    def repeater(self, operation: str, handle: Handle) -> Callable[[Any, Stream], int]:
+        """Makes the last dispatch or combine once more, on the same array: its Params are as that call left them."""
+        kernel, record = self._dispatch, handle.state.dispatch
+        if operation == "combine":
+            kernel, record = self._combine, handle.state.combine
+        return lambda array, stream: kernel.launch(record, stream, handle.arrays, array)
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)

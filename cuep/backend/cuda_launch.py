@@ -70,6 +70,7 @@ class CudaFunction:
         if context.attribute("COMPUTE_CAPABILITY_MAJOR") >= _EARLY_LAUNCH:
             self._early_config = self._make_config(attributes.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
         self._most: dict[tuple[int, int], int] = {}
+        self._wanted: tuple[Any, ...] = ()  # configuration set last, and to what
         self._lock = threading.Lock()  # two threads must not set one configuration
         self._record: Record | None = None
         self._params = np.zeros(1, np.uint64)  # what cuLaunchKernelEx takes: an array of addresses, here of one
@@ -108,10 +109,13 @@ class CudaFunction:
                 self._params[0] = record.address if isinstance(record, FastRecord) else record.ctypes.data
                 self._record = record
             config = self._config(is_early=is_early, cooperative=cooperative)
-            config.gridDimX = grid
-            config.blockDimX = threads
-            config.sharedMemBytes = smem_bytes
-            config.hStream = stream.handle
+            wanted = (config, grid, threads, smem_bytes, stream.number)
+            if wanted != self._wanted:  # setting a field takes longer than all else here
+                config.gridDimX = grid
+                config.blockDimX = threads
+                config.sharedMemBytes = smem_bytes
+                config.hStream = stream.handle
+                self._wanted = wanted
             was_pushed = self._context.enter()
             try:
                 result = self._launch(config, self._function, self._params_address, 0)
