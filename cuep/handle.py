@@ -107,7 +107,7 @@ class Handle:
         self._sent: CombineCall | arrays.View | None = None  # what complete() still reads
         self._export: Callable[[], Any] | None = None  # makes what complete() returns
         self._exports: dict[tuple[str, str, int], Any] = {}
-        #: operation -> its last call: signature of the array, and what makes that call again; None after one with options
+        #: operation -> its last call: signature of the array, and what makes that call again; None if it had options
         self._plain_calls: dict[str, tuple[Any, Callable[[Any, Any], int]] | None] = {}
         backend = group.world.backend
         self.arrays: dict[str, Array] = {

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from cuep.group import Group
     from cuep.handle import Handle
 
-_CPU_BLOCKS = 4  # two cores run four ranks: more blocks would only take turns
 _PER_CALL = frozenset(
     "x x_stride routing topk_idx topk_weights is_int64 num_tokens num_tokens_at is_count_int64 out out_stride out_rows"
     " buffer expert_out expert_out_stride num_rows weights is_weighted bias bias_stride row_weight_grads weight_grads"
@@ -142,7 +141,8 @@ class ModeKernel:
     def __init__(self, group: Group, kernel: Kernel, most_blocks: int | None) -> None:
         self._group = group
         self._kernel = kernel
-        most = _CPU_BLOCKS if group.world.backend.name == "cpu" else None
+        backend = group.world.backend
+        most = backend.num_processors if backend.name == "cpu" else None
         limits = [kernel.max_grid, group.cfg.num_sms, most_blocks, most]
         self.grid = min(limit for limit in limits if limit is not None)
 
@@ -170,12 +170,12 @@ class ModeKernel:
 
     def refuse(self, record: FastRecord, stream: Stream, *objects: Any) -> None:
         """Enqueue this rank's part as one that it refuses: no tokens, and a word that tells the peers."""
-        with _changed(record, num_tokens=0, num_tokens_at=0, is_send=True, is_receive=True, is_refused=True):
+        with changed(record, num_tokens=0, num_tokens_at=0, is_send=True, is_receive=True, is_refused=True):
             self.launch(record, stream, *objects)
 
 
 @contextmanager
-def _changed(record: FastRecord, **values: Any) -> Iterator[None]:
+def changed(record: FastRecord, **values: Any) -> Iterator[None]:
     """Fields of a record set for one launch."""
     names = [name for name in values if name in record.names]
     before = {name: record[name] for name in names}

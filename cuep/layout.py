@@ -19,6 +19,7 @@ STATE_BYTES = 40  # struct HandleState
 STATE_NUM_TOKENS = 36  # bytes before its num_tokens
 REPORT_BYTES = 168  # struct Report
 WORD_BYTES = 8  # {epoch, value}
+PACKET_TOKENS = 8  # max_tokens_per_rank up to which rows travel as packets, by default
 READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
 
@@ -61,22 +62,44 @@ def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     banks, tokens, topk = cfg.num_buffers, cfg.max_tokens_per_rank, cfg.num_topk
     local_experts, peers = cfg.num_experts // num_ranks, num_ranks - 1
     rows_home = peers if cfg.reduce == "per_rank" else topk if peers else 0  # of each token
-    regions = {
-        "dispatch_rows": Region(banks * peers * tokens * cfg.row_bytes),
-        "dispatch_headers": Region(banks * num_ranks * tokens * topk * 8),
+    rows_out = Region(banks * peers * tokens * cfg.row_bytes)
+    has_packets = uses_packets(cfg, "dispatch")
+    if has_packets:  # {k: expert, place, weight}, {token}
+        rows_out = Region(banks * peers * tokens * (packets_bytes(cfg.row_bytes) + (topk + 1) * 16), is_words=True)
+    combine_rows = Region(banks * tokens * rows_home * cfg.combine_row_bytes)
+    if uses_packets(cfg, "combine"):  # {gradient}
+        combine_rows = Region(banks * tokens * rows_home * (packets_bytes(cfg.combine_row_bytes) + 16), is_words=True)
+    return {
+        "dispatch_rows": rows_out,
+        "dispatch_headers": Region(0 if has_packets else banks * num_ranks * tokens * topk * 16),
         "dispatch_flags": _words(banks, num_ranks, tokens),
         "dispatch_counts": _words(banks, num_ranks, local_experts),
         "dispatch_totals": _words(banks, num_ranks),
         "dispatch_done": _words(banks, num_ranks),
-        "combine_rows": Region(banks * tokens * rows_home * cfg.combine_row_bytes),
+        "combine_rows": combine_rows,
         "combine_grads": Region(banks * tokens * topk * 4),
         "combine_flags": _words(banks, num_ranks, tokens),
         "combine_totals": _words(banks, num_ranks),
         "combine_done": _words(banks, num_ranks),
     }
-    if _keeps_weights(cfg):
-        regions["dispatch_weights"] = Region(banks * num_ranks * tokens * topk * 4)
-    return regions
+
+
+def variant(cfg: GroupConfig, op: str) -> str:
+    """The kernel of an operation in ll: as GroupConfig.variants says, else the one that is fastest for groups of this
+    size (measured: kernels_cu/README.md)."""
+    own = "partial" if op == "combine" and cfg.reduce == "per_rank" else "direct"
+    is_few = cfg.max_tokens_per_rank <= PACKET_TOKENS and own == "direct"
+    return cfg.variants.get(op, "packet" if is_few else own)
+
+
+def uses_packets(cfg: GroupConfig, op: str) -> bool:
+    """Whether the slots of an operation hold packets (packet.cuh); of variants made by copying one, the name tells."""
+    return variant(cfg, op).startswith("packet")
+
+
+def packets_bytes(row_bytes: int) -> int:
+    """Of a row as packets: three 16-byte pieces travel as four."""
+    return -(-row_bytes // 48) * 64
 
 
 def _keeps_weights(cfg: GroupConfig) -> bool:

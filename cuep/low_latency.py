@@ -13,16 +13,27 @@ from cuep.arrays import Rows, View
 from cuep.backend import Array, Stream
 from cuep.config import DTYPE_BYTES
 from cuep.errors import ArgumentError, ArgumentTypeError
-from cuep.launching import CombineCall, KernelSpec, elem_type, load_kernels, set_combine, set_count, threads_for
+from cuep.launching import (
+    CombineCall,
+    KernelSpec,
+    changed,
+    elem_type,
+    load_kernels,
+    set_combine,
+    set_count,
+    threads_for,
+)
 from cuep.params import Constant, FastRecord
 
 if TYPE_CHECKING:
     from cuep.group import Group
     from cuep.handle import Handle
 
-_DISPATCH_REGIONS = ("rows", "headers", "weights", "flags", "counts", "totals", "done")
+_DISPATCH_REGIONS = ("rows", "headers", "flags", "counts", "totals", "done")
 _COMBINE_REGIONS = ("rows", "grads", "flags", "totals", "done")
 _OF_SOME_FORMS = ("row_idx", "recv_weights", "recv_topk_idx", "recv_topk_weights")  # null in the others
+_PARTS = 4  # blocks that share a row that travels as packets, where there are enough for two rows
+_LEAST_TEAMS = 2
 _RECEIVED = ("tokens", "expert_counts", "src_rank_counts", "source", "total")
 
 
@@ -54,16 +65,16 @@ class LowLatency:
             "kRowBytes": cfg.combine_row_bytes,
             "elem_t": elem_type(str(cfg.combine_dtype)),
         }
-        dispatch = KernelSpec(
-            "dispatch", "rank" if is_rank_major else "direct", shape | rows_out, self._tunables(cfg.row_bytes)
-        )
-        combine = KernelSpec(
-            "combine",
-            "direct" if cfg.reduce == "exact" else "partial",
-            shape | rows_home | {"kIsRankMajor": is_rank_major},
-            self._tunables(cfg.combine_row_bytes),
-        )
-        self._dispatch, self._combine = load_kernels(group, [dispatch, combine])
+        forms: dict[str, Constant] = {"kIsRankMajor": is_rank_major}
+        most_blocks = group.world.backend.num_processors  # more would take turns in waiting
+        specs = [
+            KernelSpec(op, layout.variant(cfg, op), shape | rows | forms, self._tunables(op, row_bytes), most_blocks)
+            for op, rows, row_bytes in (
+                ("dispatch", rows_out, cfg.row_bytes),
+                ("combine", rows_home, cfg.combine_row_bytes),
+            )
+        ]
+        self._dispatch, self._combine = load_kernels(group, specs)
         self._refusal = self._records(None)
         if "expert_offsets" in group.workspace:
             group.workspace["expert_offsets"][...] = group.world.backend.asarray(self._expert_offsets())
@@ -148,9 +159,10 @@ class LowLatency:
         is_dispatch = handle.pending == "dispatch"
         kernel = self._dispatch if is_dispatch else self._combine
         record = handle.state.dispatch if is_dispatch else handle.state.combine
-        record["is_send"], record["is_receive"] = False, True
         set_count(record, handle)
-        return kernel.launch(record, stream, handle.arrays, sent)
+        kept = {"topk_idx": handle.addresses["ids"], "topk_weights": handle.addresses["weights"], "is_int64": False}
+        with changed(record, is_send=False, is_receive=True, **(kept if is_dispatch else {})):
+            return kernel.launch(record, stream, handle.arrays, sent)
 
     def received(self, handle: Handle) -> dict[str, Array]:
         fields = {name: handle.arrays[name] for name in _RECEIVED if name in handle.arrays}
@@ -177,9 +189,15 @@ class LowLatency:
             self._combine.record(combine, is_complete=is_complete),
         )
 
-    def _tunables(self, row_bytes: int) -> dict[str, int]:
-        on_cpu = self._group.world.backend.name == "cpu"
-        return {} if on_cpu else {"kNumThreads": threads_for(row_bytes // 16)}
+    def _tunables(self, op: str, row_bytes: int) -> dict[str, int]:
+        """A thread handles pieces of 16 bytes, or groups of three where they travel as packets."""
+        cfg, on_cpu = self._group.cfg, self._group.world.backend.name == "cpu"
+        if not layout.uses_packets(cfg, op):
+            return {} if on_cpu else {"kNumThreads": threads_for(row_bytes // 16)}
+        num_blocks = self._group.world.backend.num_processors
+        parts = _PARTS if min(cfg.num_sms or num_blocks, num_blocks) >= _PARTS * _LEAST_TEAMS else 1
+        groups = -(-row_bytes // 48)
+        return {"kParts": parts} | ({} if on_cpu else {"kNumThreads": threads_for(-(-groups // parts))})
 
     def _expert_offsets(self) -> Any:
         group = self._group

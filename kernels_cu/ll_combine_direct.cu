@@ -15,7 +15,9 @@ using elem_t = cuep::bf16_t;
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
-#include <cuep/ll_combine.cuh>
+constexpr bool kIsPacket = false;
+constexpr int kParts = 1;
+#include <cuep/ll_exact.cuh>
 
 using namespace cuep;
 
@@ -57,7 +59,6 @@ struct Params {
     bool is_refused;  // publish kRefused instead of sending
 };
 
-constexpr int kRowsInFlight = kNumTopk < 4 ? kNumTopk : 4;  // rows that a thread loads before it stores the first
 CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
 CUEP_DEVICE uint4* home_row(const Params& p, int dst, int bank, int64_t token, int k) {
@@ -65,105 +66,34 @@ CUEP_DEVICE uint4* home_row(const Params& p, int dst, int bank, int64_t token, i
     return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kRowBytes);
 }
 
-struct Shared {
-    const uint4* answer_rows[kNumTopk];  // of the received token that is being answered, null where it has none here
-    const uint4* terms[kNumTopk];        // of the token that is being summed
-    float weights[kNumTopk];
-};
-
-// Pieces of an answer's rows that this thread has loaded: of kRowsInFlight rows.
-using Loaded = uint4[kRowsInFlight][kVecsPerThread];
-
-// The first warp knows where an answer's rows are, the others do behind a barrier.
-CUEP_DEVICE void look_up(const Params& p, Answer& answer, Shared& s) {
-    answer.token = p.token_idx[answer.at];
-    if (threadIdx.x < kNumTopk) {
-        const int32_t row = p.row_idx[answer.at * kNumTopk + threadIdx.x];
-        s.answer_rows[threadIdx.x] = row < 0 ? nullptr : expert_row(p, row);
-    }
-}
-
-// Rows of k = first, first + 1, ...
-CUEP_DEVICE void load_rows(int first, const Shared& s, Loaded& loaded) {
+CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
+    send_answers(
+        p,
+        most,
+        answer,
+        s,
+        [&](const Answer& to, int k, const uint4(&row)[kVecsPerThread]) {
+            uint4* home = home_row(p, to.src, bank, to.token, k);
 #pragma unroll
-    for (int i = 0; i < kRowsInFlight; i++) {
-        if (first + i >= kNumTopk) continue;
-        const uint4* row = s.answer_rows[first + i];
-        if (row == nullptr) continue;
-#pragma unroll
-        for (int j = 0; j < kVecsPerThread; j++) {
-            const int vec = threadIdx.x + j * kNumThreads;
-            if (vec < kRowVecs) loaded[i][j] = load_streaming(row + vec);
-        }
-    }
-}
-
-CUEP_DEVICE void store_rows(
-    const Params& p, int bank, const Answer& answer, int first, const Shared& s, const Loaded& loaded) {
-    uint4* home = home_row(p, answer.src, bank, answer.token, first) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < kRowsInFlight; i++) {
-        if (first + i >= kNumTopk || s.answer_rows[first + i] == nullptr) continue;
-#pragma unroll
-        for (int j = 0; j < kVecsPerThread; j++) {
-            if (threadIdx.x + j * kNumThreads < kRowVecs) store_16(home + i * kRowVecs + j * kNumThreads, loaded[i][j]);
-        }
-    }
-}
-
-// From `answer` on, whose rows are known. The first rows of the next one are loaded before its flag is released.
-CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
-    const int tid = threadIdx.x;
-    Loaded loaded;
-    load_rows(0, s, loaded);
-    for (bool is_any = true; is_any;) {
-#pragma unroll 1
-        for (int first = 0; first < kNumTopk; first += kRowsInFlight) {
-            if (first > 0) load_rows(first, s, loaded);
-            store_rows(p, bank, answer, first, s, loaded);
-        }
-        if (p.row_weight_grads != nullptr && tid < kNumTopk) {
-            send_grad(p, answer.src, bank, answer.token, p.row_idx[answer.at * kNumTopk + tid]);
-        }
-        uint64_t* flag = flag_of(p, answer.src, bank, p.rank, answer.token);
-        answer.unit += gridDim.x;
-        is_any = find_answer(p, most, answer);
-        __syncthreads();
-        if (is_any) {
-            look_up(p, answer, s);
-            __syncthreads();
-            load_rows(0, s, loaded);
-        }
-        if (tid == 0) st_release_sys(flag, tagged(op, 0));  // pairs with wait_ranks
-    }
-}
-
-CUEP_DEVICE Term look_up_term(const Params& p, int t) {
-    Term term;
-    if (threadIdx.x >= kNumTopk) return term;
-    term.expert = p.ids[t * kNumTopk + threadIdx.x];
-    if (p.weights != nullptr) term.weight = p.weights[t * kNumTopk + threadIdx.x];
-    const int64_t own = own_row_of(p, t);
-    if (own >= 0) term.own_row = p.row_idx[own * kNumTopk + threadIdx.x];
-    return term;
+            for (int j = 0; j < kVecsPerThread; j++) {
+                if (vec_at(j) < kRowVecs) store_16(home + vec_at(j), row[j]);
+            }
+            const bool has_grad = p.row_weight_grads != nullptr && threadIdx.x == 0;
+            if (has_grad) *grad_of(p, to.src, bank, to.token, k) = p.row_weight_grads[p.row_idx[to.at * kNumTopk + k]];
+        },
+        [&](const Answer& sent) {  // behind a barrier; pairs with wait_ranks
+            if (threadIdx.x == 0) st_release_sys(flag_of(p, sent.src, bank, p.rank, sent.token), tagged(op, 0));
+        });
 }
 
 // y[t]: waits for the ranks that answer token t, then adds in order of k. False: gave up.
 CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t, const Term& term, Shared& s) {
     const int tid = threadIdx.x;
-    uint32_t rank_mask = 0;
-    bool is_own = false;
-    if (warp_idx() == 0) {
-        rank_mask = ranks_of_terms(term);
-        is_own = term.expert >= 0 && term.expert / kNumLocalExperts == p.rank;
-        if (tid < kNumTopk) {
-            const uint4* row = is_own ? expert_row(p, term.own_row) : home_row(p, p.rank, bank, t, tid);
-            s.terms[tid] = term.expert < 0 ? nullptr : row;
-            s.weights[tid] = term.weight;
-        }
-    }
+    const uint32_t rank_mask = begin_terms(p, term, s, [&](int k) { return home_row(p, p.rank, bank, t, k); });
     if (!wait_ranks(p, op, bank, t, rank_mask)) return false;
-    if (p.weight_grads != nullptr && tid < kNumTopk) take_grad(p, bank, t, is_own ? term.own_row : -1);
+    if (p.weight_grads != nullptr && tid < kNumTopk) {
+        take_grad(p, bank, t, s.own_terms >> tid & 1u ? term.own_row : -1);
+    }
 #pragma unroll 1
     for (int vec = tid; vec < kRowVecs; vec += kNumThreads) {
         float sum[kElemsPerVec];
@@ -194,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         p,
         true,
         [&](Answer& answer) { look_up(p, answer, s); },
-        [&](const Operation& op, int bank, int most, Answer& answer) { send_answers(p, op, bank, most, answer, s); },
+        [&](const Operation& op, int bank, int most, Answer& answer) { send(p, op, bank, most, answer, s); },
         [&](int t) { return look_up_term(p, t); },
         [&](const Operation& op, int bank, int t, const Term& term) { return sum_token(p, op, bank, t, term, s); });
 }

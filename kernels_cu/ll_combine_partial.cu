@@ -18,6 +18,8 @@ using elem_t = cuep::bf16_t;
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false elem_t=float
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
+constexpr bool kIsPacket = false;
+constexpr int kParts = 1;
 #include <cuep/ll_combine.cuh>
 
 using namespace cuep;
@@ -152,7 +154,7 @@ CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, in
             send_grad(p, answer.src, bank, answer.token, grad_row(p, answer.at));
         }
         uint64_t* flag = flag_of(p, answer.src, bank, p.rank, answer.token);
-        answer.unit += gridDim.x;
+        answer.unit += num_teams();
         is_any = find_answer(p, most, answer);
         __syncthreads();
         if (is_any) {

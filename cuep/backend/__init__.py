@@ -80,6 +80,7 @@ class Backend(Protocol):
     description: str
     device: int
     target: str
+    num_processors: int  # blocks of a kernel that are worth having: one for each multiprocessor
     max_smem_bytes: int  # shared memory of a block; 0 = there is no such thing
     xp: Any
 

@@ -34,6 +34,7 @@ class CpuBackend:
 
     name = "cpu"
     target = "cpu"
+    num_processors = 4  # threads, that is: two cores run four ranks, and more would only take turns
     max_smem_bytes = 0
     xp: Any = np
     device = 0

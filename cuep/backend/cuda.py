@@ -55,6 +55,7 @@ class CudaBackend:
         self.cooperative = cooperative
         self._context = CudaContext(gpu.ordinal)
         self.max_smem_bytes = self._context.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        self.num_processors = self._context.attribute("MULTIPROCESSOR_COUNT")
         self._heap: Any = None
         self._last_stream: CudaStream | None = None
         self._is_closed = False

@@ -41,7 +41,16 @@ FORMS: dict[str, dict[str, Any]] = {
     },
 }
 NUM_SEEDS = max(1, int(os.environ.get("CUEP_TEST_SEEDS", "50")) // 8)
-PLAIN = ["exact", "per_rank", "rank_major"]
+PACKETS = {"variants": {"dispatch": "packet"}}
+FORMS |= {
+    "exact, packets": {"variants": {"dispatch": "packet", "combine": "packet"}},
+    "per_rank, packets": FORMS["per_rank"] | PACKETS,
+    "rank_major, packets": FORMS["rank_major"] | PACKETS,
+    "exact, packets, float32 home": FORMS["exact, float32 home"]
+    | {"variants": {"dispatch": "packet", "combine": "packet"}, "num_sms": 1},
+    "rank_major, packets, float16": FORMS["rank_major, float16"] | PACKETS,
+}
+PLAIN = ["exact", "per_rank", "rank_major", "exact, packets", "rank_major, packets"]
 
 
 @dataclass(frozen=True)
@@ -478,9 +487,9 @@ PLANTED = [
     ),
     (
         "rank-major rows are taken without waiting for their flags",
-        "include/cuep/ll_dispatch.cuh",
-        "is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, token);",
-        "token = static_cast<uint32_t>(ld_acquire_sys(flag_of(p, p.rank, bank, src, slot)));",
+        "ll_dispatch_direct.cu",
+        "is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token[0]);",
+        "s.token[0] = static_cast<uint32_t>(ld_acquire_sys(flag_of(p, p.rank, bank, src, slot)));",
         "rank_major",
         {},
     ),
@@ -490,6 +499,22 @@ PLANTED = [
         "const int bank = bank_of(p, op);",
         "const int bank = 0;",
         "rank_major",
+        {},
+    ),
+    (
+        "packets of a row are taken as they are",
+        "include/cuep/packet.cuh",
+        "if (!missing.is_any) return true;",
+        "return true;",
+        "rank_major, packets",
+        {},
+    ),
+    (
+        "packets of any epoch are taken",
+        "include/cuep/packet.cuh",
+        "if (packet.w != static_cast<uint32_t>(op.epoch)) missing",
+        "if (packet.w <= op.control->ops[1].epoch - 2) missing",
+        "exact, packets",
         {},
     ),
 ]
@@ -535,7 +560,7 @@ def first_failing_seed(world: Any, shuffled: Any, form: str, settings: dict[str,
     """The first seed under which a rank sees wrong data or an error; the same answer on every rank."""
     for seed in range(1, SEEDS_TO_FIND + 1):
         shuffled(seed, 3)
-        cfg = config("ll", **({"timeout_s": 1.0, "max_tokens_per_rank": 8} | FORMS[form] | settings))
+        cfg = config("ll", **({"timeout_s": 1.0, "max_tokens_per_rank": 10} | FORMS[form] | settings))
         group = cuep.Group(world, cfg)
         problem = None
         try:

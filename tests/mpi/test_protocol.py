@@ -21,6 +21,8 @@ from cuep import env, reference
 NUM_SEEDS = int(os.environ.get("CUEP_TEST_SEEDS", "50"))
 SEEDS_PER_TEST = 10  # so that a hang names its tenth
 ALMOST_WRAPPED = 2**32 - 3
+DIRECT: dict[str, Any] = {"ll": {"variants": {"dispatch": "direct", "combine": "direct"}}, "ht": {}}
+PACKETS: dict[str, Any] = {"variants": {"dispatch": "packet", "combine": "packet"}}
 
 
 @pytest.fixture
@@ -59,14 +61,17 @@ def random_walk(world: Any, group: cuep.Group, seed: int) -> None:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("first_seed", range(1, NUM_SEEDS + 1, SEEDS_PER_TEST))
-@pytest.mark.parametrize("mode,num_buffers", [("ll", 2), ("ll", 1), ("ht", 2)])
+@pytest.mark.parametrize(
+    "mode,settings",
+    [("ll", {}), ("ll", {"num_buffers": 1}), ("ll", PACKETS), ("ll", PACKETS | {"num_buffers": 1}), ("ht", {})],
+)
 def test_shuffled_schedules(
-    world: Any, shuffled: Any, monkeypatch: Any, mode: str, num_buffers: int, first_seed: int
+    world: Any, shuffled: Any, monkeypatch: Any, mode: str, settings: dict[str, Any], first_seed: int
 ) -> None:
     monkeypatch.setenv("CUEP_START_EPOCH", str(ALMOST_WRAPPED))
     for seed in range(first_seed, min(first_seed + SEEDS_PER_TEST, NUM_SEEDS + 1)):
         shuffled(seed, seed % 4)
-        with cuep.Group(world, config(mode, num_buffers=num_buffers, max_tokens_per_rank=6)) as group:
+        with cuep.Group(world, config(mode, max_tokens_per_rank=6, **(DIRECT[mode] | settings))) as group:
             random_walk(world, group, seed)
 
 
@@ -99,9 +104,9 @@ def test_streams(world: Any, shuffled: Any, mode: str) -> None:
 PLANTED = [
     (
         "ll dispatch takes rows without waiting for their flags",
-        "include/cuep/ll_dispatch.cuh",
-        "is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, token);",
-        "token = static_cast<uint32_t>(ld_acquire_sys(flag_of(p, p.rank, bank, src, slot)));",
+        "ll_dispatch_direct.cu",
+        "is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token[0]);",
+        "s.token[0] = static_cast<uint32_t>(ld_acquire_sys(flag_of(p, p.rank, bank, src, slot)));",
         "ll",
         {},
     ),
@@ -255,7 +260,7 @@ def first_failing_seed(world: Any, shuffled: Any, mode: str, settings: dict[str,
     """The first seed under which a rank sees wrong data or an error; the same answer on every rank."""
     for seed in range(1, SEEDS_TO_FIND + 1):
         shuffled(seed, 3)
-        group = cuep.Group(world, config(mode, timeout_s=1.0, max_tokens_per_rank=8, **settings))
+        group = cuep.Group(world, config(mode, timeout_s=1.0, max_tokens_per_rank=10, **settings))
         rounds = Rounds(world, group.cfg, seed)
         for pattern in (queued, kept):
             try:

@@ -251,9 +251,10 @@ def test_two_handles_at_once(world: Any, groups: Any, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_token_counts_compile_nothing(world: Any, mode: str) -> None:
-    """F08: T and the most tokens are run-time values."""
-    with cuep.Group(world, config(mode)) as group:
-        run_step(world, group, random_step(world, group.cfg, 0, 3))
+    """F08: T and the most tokens are run-time values, in either of ll's variants for few and for many tokens."""
+    for most in (4, 16):
+        with cuep.Group(world, config(mode, max_tokens_per_rank=most)) as group:
+            run_step(world, group, random_step(world, group.cfg, 0, 3))
     before = jit.stats.compiled
     for most in (1, 7, 64, 100):
         with cuep.Group(world, config(mode, max_tokens_per_rank=most)) as group:

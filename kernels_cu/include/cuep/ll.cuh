@@ -13,7 +13,40 @@ namespace cuep {
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 constexpr int kNumPeers = kNumRanks - 1;
 constexpr int kRowVecs = kRowBytes / 16;
-constexpr int kVecsPerThread = (kRowVecs + kNumThreads - 1) / kNumThreads;
+
+// A row's 16-byte pieces, and which of them a thread handles. In packets three pieces, a group, travel as four (see
+// packet.cuh), and the kParts blocks of a team share a row, since with few tokens there are more blocks than rows.
+static_assert(kIsPacket || kParts == 1, "a flag says that the whole row is there, so one block stores it");
+constexpr int kGroups = (kRowVecs + 2) / 3;
+constexpr int kGroupsPerPart = (kGroups + kParts - 1) / kParts;
+constexpr int kGroupsPerThread = (kGroupsPerPart + kNumThreads - 1) / kNumThreads;
+constexpr int kVecsPerThread = kIsPacket ? 3 * kGroupsPerThread : (kRowVecs + kNumThreads - 1) / kNumThreads;
+
+CUEP_DEVICE int part() {
+    return static_cast<int>(blockIdx.x) % kParts;
+}
+
+// The j-th group of this thread; kGroups: there is none.
+CUEP_DEVICE int group_at(int j) {
+    const int in_part = threadIdx.x + j * kNumThreads;
+    return in_part < kGroupsPerPart ? min(part() * kGroupsPerPart + in_part, kGroups) : kGroups;
+}
+
+// The j-th piece of this thread; kRowVecs or more: there is none.
+CUEP_DEVICE int vec_at(int j) {
+    if constexpr (!kIsPacket) return threadIdx.x + j * kNumThreads;
+    const int group = group_at(j / 3);
+    return group < kGroups ? group + j % 3 * kGroups : kRowVecs;
+}
+
+// Teams take rows in turn. Blocks that are over have none.
+CUEP_DEVICE int num_teams() {
+    return static_cast<int>(gridDim.x) / kParts;
+}
+CUEP_DEVICE int team() {
+    const int number = static_cast<int>(blockIdx.x) / kParts;
+    return number < num_teams() ? number : 1 << 30;
+}
 static_assert(kNumThreads >= kNumRanks && kNumThreads >= kNumTopk, "one thread for each rank, and for each k");
 
 // The operation of this kernel: a new one if it sends, else the one that the handle's send began.
@@ -27,9 +60,9 @@ CUEP_DEVICE bool is_clerk() {
     return blockIdx.x == gridDim.x - 1;
 }
 
-// Blocks receive in another order than they send, so that with few tokens some send while others wait.
+// Teams receive in another order than they send, so that with few tokens some send while others wait.
 CUEP_DEVICE int first_to_receive() {
-    return static_cast<int>((blockIdx.x + gridDim.x / 2) % gridDim.x);
+    return team() < num_teams() ? (team() + num_teams() / 2) % num_teams() : team();
 }
 
 // First of all: launches before this one are over, and the host may let go of what they read.

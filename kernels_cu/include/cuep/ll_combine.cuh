@@ -91,7 +91,7 @@ CUEP_DEVICE bool is_row(const Params& p, const Answer& answer) {
 // To the first row from answer.unit on. False: there is none.
 template <class Params>
 CUEP_DEVICE bool find_answer(const Params& p, int most, Answer& answer) {
-    for (; place_unit(p, most, answer); answer.unit += gridDim.x) {
+    for (; place_unit(p, most, answer); answer.unit += num_teams()) {
         if (is_row(p, answer)) return true;
     }
     return false;
@@ -203,7 +203,7 @@ CUEP_DEVICE void combine(
     const int count = p.is_refused ? 0 : kept_tokens_of(p);
     const int most = is_sender ? most_received(p) : 0;
     Answer answer;
-    answer.unit = blockIdx.x;
+    answer.unit = team();
     bool is_any = is_sender && place_unit(p, p.max_tokens, answer);
     if (is_any) look_up(answer);
     Term term;
@@ -235,7 +235,7 @@ CUEP_DEVICE void combine(
         if (!wait_totals(p, op, bank, true, totals, [](uint32_t total) { return total; })) return;
         verdict = verdict_of(p, totals);
         const int num_tokens = verdict.refused_by < 0 ? count : 0;
-        for (int t = first_token; t < num_tokens; t += gridDim.x) {
+        for (int t = first_token; t < num_tokens; t += num_teams()) {
             if (t != first_token) {
                 term = look_up_term(t);
                 __syncthreads();  // the one before is summed

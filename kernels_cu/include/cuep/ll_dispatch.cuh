@@ -21,6 +21,7 @@ struct Token {
 // Experts of token threadIdx.x, which comes before most tokens that a block sends: loaded once and early.
 struct Earlier {
     int32_t experts[kNumTopk];
+    uint32_t num_bad;  // ids that are out of range
 };
 
 // Of the token being sent, in shared memory.
@@ -45,62 +46,10 @@ CUEP_DEVICE uint64_t* counts_of(const Params& p, int dst, int bank, int src) {
     return reinterpret_cast<uint64_t*>(p.arena[dst] + p.counts_offset) + (bank * kNumRanks + src) * kNumLocalExperts;
 }
 
-template <class Params>
-CUEP_DEVICE int2* header_of(const Params& p, int dst, int bank, int src, int64_t slot) {
-    return reinterpret_cast<int2*>(p.arena[dst] + p.headers_offset) + slot_at(p, bank, src, slot) * kNumTopk;
-}
-
 // Whether the caller's routing is read, not the handle's copy of it.
 template <class Params>
 CUEP_DEVICE bool is_new_routing(const Params& p) {
     return p.topk_idx != reinterpret_cast<const uint8_t*>(p.ids);
-}
-
-// How many rows every expert gets from this rank, and every rank; zero tokens and refused calls publish too.
-// most_per_expert: rows that a rank may send to one expert; only ids that name an expert twice can need more.
-template <class Params>
-CUEP_DEVICE void publish_counts(const Params& p,
-                                const Operation& op,
-                                int bank,
-                                const Standing& standing,
-                                int count,
-                                int most_per_expert,
-                                Counts& counts) {
-    const int tid = threadIdx.x;
-    for (int e = tid; e < kNumExperts; e += kNumThreads) counts.experts[e] = 0;
-    if (tid < kNumRanks) counts.ranks[tid] = 0;
-    __syncthreads();
-    for (int first = 0; first < count; first += kNumThreads) {
-        const int t = first + tid;
-        uint32_t rank_mask = 0;
-        if (t < count) {
-            int32_t experts[kNumTopk];
-            const uint32_t num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, experts);
-            if (num_bad != 0) atom_add_relaxed_sys(&p.report->num_bad_ids, num_bad);
-#pragma unroll
-            for (int k = 0; k < kNumTopk; k++) {
-                if (experts[k] >= 0) atomicAdd(&counts.experts[experts[k]], 1);
-            }
-            rank_mask = ranks_of<kNumLocalExperts>(experts);
-        }
-        count_ranks<kNumRanks>(rank_mask, counts.ranks);
-    }
-    __syncthreads();
-    bool is_over = false;
-    for (int e = tid; e < kNumExperts; e += kNumThreads) is_over |= counts.experts[e] > most_per_expert;
-    is_over = block_any(is_over);
-    for (int e = tid; e < kNumExperts; e += kNumThreads) {  // pairs with wait_count
-        uint64_t* words = counts_of(p, e / kNumLocalExperts, bank, p.rank);
-        st_relaxed_sys(words + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(counts.experts[e])));
-    }
-    if (tid < kNumRanks) {  // pairs with wait_totals; last, since who sees it asks for the counts next
-        const bool is_refused = p.is_refused || is_over || count == kBadTokenCount;
-        const uint32_t num_slots = static_cast<uint32_t>(counts.ranks[tid]);
-        const uint32_t total = is_refused ? kRefused : num_slots | p.routing << kRoutingShift | settled_bit(standing);
-        st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
-    }
-    if (tid == 0 && is_new_routing(p)) p.state->num_tokens = count;
-    __syncthreads();
 }
 
 template <class Params>
@@ -115,15 +64,14 @@ CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
     const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
 #pragma unroll
     for (int j = 0; j < kVecsPerThread; j++) {
-        const int vec = tid + j * kNumThreads;
-        if (vec < kRowVecs) token.row[j] = load_streaming(row + vec);
+        if (vec_at(j) < kRowVecs) token.row[j] = load_streaming(row + vec_at(j));
     }
 }
 
 template <class Params>
 CUEP_DEVICE void load_earlier(const Params& p, int num_rows, Earlier& earlier) {
     if (static_cast<int>(threadIdx.x) >= num_rows) return;
-    load_experts<kNumExperts>(p.topk_idx, p.is_int64, threadIdx.x, earlier.experts);
+    earlier.num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, threadIdx.x, earlier.experts);
 }
 
 // What is known of a token alone; tokens before it count from here on. One warp: a thread for each k and each rank.
@@ -143,8 +91,8 @@ CUEP_DEVICE void begin_outgoing(const Token& token, Outgoing& out) {
     if (lane == 0) out.rank_mask = rank_mask;
 }
 
-// Slots of token t: rows to the same rank that come before it on this rank. kHasPlaces: places as well.
-template <bool kHasPlaces, class Params>
+// Slots of token t: rows to the same rank that come before it on this rank. expert-major: places as well.
+template <class Params>
 CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Outgoing& out) {
     if (t == 0) return;
     int32_t experts[kNumTopk];
@@ -159,7 +107,7 @@ CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Ou
             for (int k = 0; k < kNumTopk; k++) experts[k] = -1;
         }
         count_ranks<kNumRanks>(ranks_of<kNumLocalExperts>(experts), out.slot);
-        if constexpr (!kHasPlaces) continue;
+        if constexpr (kIsRankMajor) continue;
 #pragma unroll 1
         for (int k = 0; k < kNumTopk; k++) {
             const int32_t e = out.expert[k];
@@ -174,45 +122,81 @@ CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Ou
     __syncthreads();
 }
 
-// Stores token t, whose slots are known, at every rank that owns one of its experts, and releases its flags.
-// header(bank, dst, k) stores what travels beside the row.
-template <class Params, class Header>
-CUEP_DEVICE void send_token(
-    const Params& p, const Operation& op, int bank, int t, const Token& token, const Outgoing& out, Header header) {
+// How many rows every expert gets from this rank, and every rank; zero tokens and refused calls publish too. One block,
+// with counts of 0. most_per_expert: rows that a rank may send to one expert; only ids that name an expert twice can
+// need more.
+template <class Params>
+CUEP_DEVICE void publish_counts(const Params& p,
+                                const Operation& op,
+                                int bank,
+                                const Standing& standing,
+                                int count,
+                                int most_per_expert,
+                                const Earlier& earlier,
+                                Counts& counts) {
     const int tid = threadIdx.x;
-    const uint32_t rank_mask = out.rank_mask;
+    for (int first = 0; first < count; first += kNumThreads) {
+        const int t = first + tid;
+        uint32_t rank_mask = 0;
+        if (t < count) {
+            Earlier token = earlier;
+            if (first > 0) token.num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, token.experts);
+            if (token.num_bad != 0) atom_add_relaxed_sys(&p.report->num_bad_ids, token.num_bad);
 #pragma unroll
-    for (int i = 0; i < kNumPeers; i++) {
-        const int dst = (p.rank + 1 + i) % kNumRanks;
-        if (rank_mask >> dst & 1u) {
-            uint4* staged = staged_row(p, dst, bank, p.rank, out.slot[dst]);
-#pragma unroll
-            for (int j = 0; j < kVecsPerThread; j++) {
-                const int vec = tid + j * kNumThreads;
-                if (vec < kRowVecs) store_16(staged + vec, token.row[j]);
+            for (int k = 0; k < kNumTopk; k++) {
+                if (token.experts[k] >= 0) atomicAdd(&counts.experts[token.experts[k]], 1);
             }
+            rank_mask = ranks_of<kNumLocalExperts>(token.experts);
         }
-    }
-    for (int i = tid; i < kNumRanks * kNumTopk; i += kNumThreads) {
-        const int dst = i / kNumTopk, k = i % kNumTopk;
-        if (rank_mask >> dst & 1u) header(bank, dst, k);
-    }
-    if (tid == 0) p.own_slot[t] = rank_mask >> p.rank & 1u ? out.slot[p.rank] : -1;
-    if (tid < kNumTopk && is_new_routing(p)) {
-        const int64_t at = static_cast<int64_t>(t) * kNumTopk + tid;
-        p.ids[at] = out.expert[tid];
-        p.weights[at] = out.weight[tid];
+        count_ranks<kNumRanks>(rank_mask, counts.ranks);
     }
     __syncthreads();
-    if (tid < kNumRanks && tid != p.rank && (rank_mask >> tid & 1u)) {  // pairs with the wait in receive_rows
-        st_release_sys(flag_of(p, tid, bank, p.rank, out.slot[tid]), tagged(op, static_cast<uint32_t>(t)));
+    bool is_over = false;
+    for (int e = tid; e < kNumExperts; e += kNumThreads) {  // pairs with wait_count
+        const int32_t num_rows = counts.experts[e];
+        is_over |= num_rows > most_per_expert;
+        uint64_t* words = counts_of(p, e / kNumLocalExperts, bank, p.rank);
+        st_relaxed_sys(words + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(num_rows)));
     }
+    is_over = block_any(is_over);
+    if (tid < kNumRanks) {  // pairs with wait_totals
+        const bool is_refused = p.is_refused || is_over || count == kBadTokenCount;
+        const uint32_t num_slots = static_cast<uint32_t>(counts.ranks[tid]);
+        const uint32_t total = is_refused ? kRefused : num_slots | p.routing << kRoutingShift | settled_bit(standing);
+        st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
+    }
+    if (tid == 0 && is_new_routing(p)) p.state->num_tokens = count;
+    __syncthreads();
 }
 
 // The expert of [token, k] as dst numbers its own, or -1 where it has it not.
 CUEP_DEVICE int32_t local_expert_at(const Outgoing& out, int dst, int k) {
     const int32_t e = out.expert[k];
     return e >= 0 && e / kNumLocalExperts == dst ? e % kNumLocalExperts : -1;
+}
+
+// What travels beside a row for each k, and stays with this rank for its own.
+struct Header {
+    int32_t expert;  // as the receiver numbers its own, or -1
+    int32_t place;   // among the source's rows of it
+    float weight;    // 0 where there is no expert
+};
+
+CUEP_DEVICE Header header_for(const Outgoing& out, int dst, int k) {
+    const int32_t expert = local_expert_at(out, dst, k);
+    return {expert, out.place[k], expert < 0 ? 0.0f : out.weight[k]};
+}
+
+// What this rank keeps of token t, which it sends.
+template <class Params>
+CUEP_DEVICE void keep_token(const Params& p, int t, const Outgoing& out) {
+    const int tid = threadIdx.x;
+    if (tid == 0) p.own_slot[t] = out.rank_mask >> p.rank & 1u ? out.slot[p.rank] : -1;
+    if (tid < kNumTopk && is_new_routing(p)) {
+        const int64_t at = static_cast<int64_t>(t) * kNumTopk + tid;
+        p.ids[at] = out.expert[tid];
+        p.weights[at] = out.weight[tid];
+    }
 }
 
 // Of a source rank and one of this rank's experts. False: gave up.
@@ -224,12 +208,12 @@ CUEP_DEVICE bool wait_count(const Params& p, const Operation& op, int bank, int 
     return is_ok;
 }
 
-// The ranks' totals, without the number of the routing, and (kHasCounts) their counts: counts.experts[local expert *
+// The ranks' totals, without the number of the routing, and, expert-major, their counts: counts.experts[local expert *
 // kNumRanks + source]. False: gave up.
-template <bool kHasCounts, class Params>
+template <class Params>
 CUEP_DEVICE bool wait_slots(const Params& p, const Operation& op, int bank, Counts& counts) {
     bool is_ok = true;
-    if constexpr (kHasCounts) {
+    if constexpr (!kIsRankMajor) {
         for (int i = threadIdx.x; i < kNumExperts; i += kNumThreads) {
             const int src = i / kNumLocalExperts, e = i % kNumLocalExperts;
             is_ok &= wait_count(p, op, bank, src, e, counts.experts[e * kNumRanks + src]);
@@ -266,32 +250,26 @@ CUEP_DEVICE int most_rows(const Params& p, const Counts& counts) {
     return static_cast<int>(most);
 }
 
-// Rows of all peers, low slots first, as they arrive: deliver(src, slot) behind a barrier, with the token in shared
-// memory. Who but thread 0 reads the token needs a barrier before the next. False: gave up.
-template <class Params, class Deliver>
-CUEP_DEVICE bool receive_rows(
-    const Params& p, const Operation& op, int bank, const Counts& counts, uint32_t& token, Deliver deliver) {
-    const int most = most_rows(p, counts);
-    for (int u = first_to_receive(); u < most * kNumPeers; u += gridDim.x) {
-        const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
-        if (slot >= static_cast<int>(counts.totals.of[src])) continue;
-        bool is_ok = true;
-        if (threadIdx.x == 0) is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, token);
-        if (block_any(!is_ok)) return false;
-        deliver(src, slot);
+// Rows of all peers, low slots first: take(src, slot) waits for the row and takes it. False: gave up.
+template <class Params, class Take>
+CUEP_DEVICE bool receive_rows(const Params& p, const Counts& counts, Take take) {
+    if constexpr (kNumPeers > 0) {
+        const int most = most_rows(p, counts);
+        for (int u = first_to_receive(); u < most * kNumPeers; u += num_teams()) {
+            const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
+            if (slot < static_cast<int>(counts.totals.of[src]) && !take(src, slot)) return false;
+        }
     }
     return true;
 }
 
-// The kernel, but for what the layouts do differently.
-//   kHasPlaces: rows have places among those of their expert, which the receiver needs all counts for
-//   header(bank, dst, k): stores what travels beside the row
+// The kernel, but for how rows travel.
+//   send(op, bank, t, token): token t, whose slots are known, to every rank that owns one of its experts
 //   receive(op, bank, num_tokens, last, token): all that this block receives, when totals (and counts) are known;
 //   `last`
 //     is the token that it sent last, still in `token` and `out`, or -1. False: gave up.
-template <bool kHasPlaces, class Params, class Header, class Receive>
-CUEP_DEVICE void dispatch(
-    const Params& p, int most_per_expert, Outgoing& out, Counts& counts, Header header, Receive receive) {
+template <class Params, class Send, class Receive>
+CUEP_DEVICE void dispatch(const Params& p, Outgoing& out, Counts& counts, Send send, Receive receive) {
     begin_launch(p);
 
     // the first token comes in while control words do; whether it is one is known later
@@ -299,12 +277,17 @@ CUEP_DEVICE void dispatch(
     const Standing standing = standing_of(p, op);
     const bool is_off = is_broken(op);
     const int num_rows = p.is_refused || !p.is_send ? 0 : p.num_tokens;
+    const bool is_sender = team() < num_rows;
     Token token;
     Earlier earlier;
-    if (static_cast<int>(blockIdx.x) < num_rows) {
-        load_token(p, blockIdx.x, token);
-        if (blockIdx.x > 0) load_earlier(p, num_rows, earlier);
+    if (is_clerk() || (is_sender && team() > 0)) load_earlier(p, num_rows, earlier);
+    if (is_sender) {
+        load_token(p, team(), token);
         begin_outgoing(token, out);
+    }
+    if (is_clerk()) {
+        for (int e = threadIdx.x; e < kNumExperts; e += kNumThreads) counts.experts[e] = 0;
+        if (threadIdx.x < kNumRanks) counts.ranks[threadIdx.x] = 0;
     }
     const int count = p.is_refused ? 0 : is_new_routing(p) ? tokens_of(p) : kept_tokens_of(p);
     const int num_tokens = max(count, 0);
@@ -317,8 +300,12 @@ CUEP_DEVICE void dispatch(
     // send all that this block owes before it waits for rows
     int last = -1;
     if (p.is_send) {
-        if (is_clerk()) publish_counts(p, op, bank, standing, count, most_per_expert, counts);
-        for (int t = blockIdx.x; t < num_tokens; t += gridDim.x) {
+        // a rank-major slot has room for every k, an expert's zone for each token once
+        constexpr int kMostPerToken = kIsRankMajor ? kNumTopk : 1;
+        if (is_clerk()) {
+            publish_counts(p, op, bank, standing, count, p.max_tokens * kMostPerToken, earlier, counts);
+        }
+        for (int t = team(); t < num_tokens; t += num_teams()) {
             if (last >= 0) {
                 if (last == 0) load_earlier(p, num_tokens, earlier);
                 load_token(p, t, token);
@@ -326,15 +313,16 @@ CUEP_DEVICE void dispatch(
                 begin_outgoing(token, out);
                 __syncthreads();
             }
-            count_before<kHasPlaces>(p, t, earlier, out);
-            send_token(p, op, bank, t, token, out, header);
+            count_before(p, t, earlier, out);
+            if (part() == 0) keep_token(p, t, out);
+            send(op, bank, t, token);
             last = t;
         }
     }
 
     DispatchVerdict verdict{-1, Cause::kCall};
     if (p.is_receive) {
-        if (!wait_slots<kHasPlaces>(p, op, bank, counts)) return;
+        if (!wait_slots(p, op, bank, counts)) return;
         verdict = verdict_of(p, count, counts);
         if (verdict.refused_by < 0 && !receive(op, bank, num_tokens, last, token)) return;
     }

@@ -133,6 +133,23 @@ CUEP_DEVICE void store_16(uint4* ptr, uint4 value) {
     *ptr = value;
 }
 
+// The CPU has no access of 16 bytes that every compiler knows to be one: the last word says that the others are there.
+CUEP_DEVICE void st_packet(uint4* ptr, uint4 value) {
+    cpu::scoped_store<__ATOMIC_RELAXED>(&ptr->x, value.x);
+    cpu::scoped_store<__ATOMIC_RELAXED>(&ptr->y, value.y);
+    cpu::scoped_store<__ATOMIC_RELAXED>(&ptr->z, value.z);
+    cpu::scoped_store<__ATOMIC_RELEASE>(&ptr->w, value.w);
+}
+
+CUEP_DEVICE uint4 ld_packet(const uint4* ptr) {
+    uint4 v;
+    v.w = cpu::scoped_load<__ATOMIC_ACQUIRE>(&ptr->w);
+    v.x = cpu::scoped_load<__ATOMIC_RELAXED>(&ptr->x);
+    v.y = cpu::scoped_load<__ATOMIC_RELAXED>(&ptr->y);
+    v.z = cpu::scoped_load<__ATOMIC_RELAXED>(&ptr->z);
+    return v;
+}
+
 #else
 
 // Called in every loop that waits for memory to change. The polling load itself paces the loop on the GPU.
@@ -180,6 +197,26 @@ CUEP_DEVICE void store_16(uint4* ptr, uint4 value) {
     asm volatile(
         "st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(ptr), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
         : "memory");
+}
+
+// 16 bytes that peers see whole or not at all: a scalar of 128 bits is one access (PTX 8.3, sm_70), a vector is not.
+// Nothing around it is ordered: what it says, it says by itself.
+CUEP_DEVICE void st_packet(uint4* ptr, uint4 value) {
+    const uint64_t low = uint64_t(value.y) << 32 | value.x, high = uint64_t(value.w) << 32 | value.z;
+    asm volatile(
+        "{\n.reg .b128 packet;\nmov.b128 packet, {%1, %2};\nst.relaxed.sys.global.b128 [%0], packet;\n}" ::"l"(ptr),
+        "l"(low),
+        "l"(high)
+        : "memory");
+}
+
+CUEP_DEVICE uint4 ld_packet(const uint4* ptr) {
+    uint64_t low, high;
+    asm volatile("{\n.reg .b128 packet;\nld.relaxed.sys.global.b128 packet, [%2];\nmov.b128 {%0, %1}, packet;\n}"
+                 : "=l"(low), "=l"(high)
+                 : "l"(ptr)
+                 : "memory");
+    return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
 
 #endif  // CUEP_CPU

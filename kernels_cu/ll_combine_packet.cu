@@ -1,0 +1,170 @@
+// Low-latency combine, exact, for few tokens: as ll_combine_direct, but rows go home as packets that carry their own
+// flags (packet.cuh): the sender releases nothing, the owner polls the rows themselves. The same bits. Cost: four
+// thirds of a row over the link per (token, expert). serves: layout=expert_major reduce=exact
+#include <cuep/base.cuh>
+#include <cuep/sync.cuh>
+#include <cuep/convert.cuh>
+#include <cuep/operation.cuh>
+
+#ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
+constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 96, kMinBlocks = 1;
+constexpr int kParts = 4;
+using elem_t = cuep::bf16_t;
+#endif
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
+CUEP_TUNABLE(kNumThreads, 96, 64);
+CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
+CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
+constexpr bool kIsPacket = true;
+#include <cuep/ll_exact.cuh>
+#include <cuep/packet.cuh>
+
+using namespace cuep;
+
+struct Params {
+    uint8_t* arena[kNumRanks];         // symmetric memory of every rank; offsets below are bytes into it
+    int64_t rows_offset;               // [num_banks, max_tokens, kNumTopk] slots
+    int64_t totals_offset;             // uint64 [num_banks, kNumRanks]: epoch, tokens answered | kHasGrads, or kRefused
+    int64_t done_offset;               // uint64 [num_banks, kNumRanks]: epoch that this peer has read
+    const uint8_t* expert_out;         // [local experts, kNumRanks * max_tokens] rows, as dispatch gave them
+    int64_t expert_out_stride;         // bytes between rows
+    const int32_t* ids;                // [max_tokens, kNumTopk] routing of this rank's tokens
+    const float* weights;              // [num_tokens, kNumTopk], null for ones
+    const int32_t* own_slot;           // [max_tokens]
+    const int32_t* num_rows;           // [kNumRanks]
+    const int32_t* token_idx;          // [kNumRanks, max_tokens]
+    const int32_t* row_idx;            // [kNumRanks, max_tokens, kNumTopk]
+    const uint32_t* row_weight_grads;  // float bits [local experts, kNumRanks * max_tokens], or null
+    uint32_t* weight_grads;            // [num_tokens, kNumTopk], or null
+    uint8_t* y;                        // [num_tokens] rows, y_stride bytes apart
+    int64_t y_stride;
+    const uint8_t* bias[2];  // each [num_tokens] rows that are added to y, or null
+    int64_t bias_stride[2];
+    HandleState* state;
+    Control* control;
+    Report* report;
+    int64_t timeout_ns;
+    const uint8_t* num_tokens_at;  // int32 or int64, null: num_tokens counts
+    int32_t num_tokens;
+    int32_t max_tokens;
+    int32_t rank;
+    int32_t num_banks;  // a power of two
+    uint32_t handle;
+    uint32_t ticket;
+    bool is_count_int64;
+    bool is_send;  // phases of this launch: both are a whole operation
+    bool is_receive;
+    bool is_refused;  // publish kRefused instead of sending
+};
+
+CUEP_LAUNCH_EARLY(kNumThreads, 0)
+
+constexpr int kSlotPackets = kRowPackets + 1;  // the row, then {gradient's bits}
+
+CUEP_DEVICE uint4* slot_of(const Params& p, int dst, int bank, int64_t token, int k) {
+    const int64_t at = (static_cast<int64_t>(bank) * p.max_tokens + token) * kNumTopk + k;
+    return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset) + at * kSlotPackets;
+}
+
+CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
+    const uint32_t epoch = static_cast<uint32_t>(op.epoch);
+    send_answers(
+        p,
+        most,
+        answer,
+        s,
+        [&](const Answer& to, int k, const uint4(&row)[kVecsPerThread]) {
+            uint4* slot = slot_of(p, to.src, bank, to.token, k);
+            store_packets(slot, row, epoch);
+            if (p.row_weight_grads != nullptr && threadIdx.x == 0 && part() == 0) {
+                st_packet(slot + kRowPackets, {p.row_weight_grads[p.row_idx[to.at * kNumTopk + k]], 0, 0, epoch});
+            }
+        },
+        [](const Answer&) {});
+}
+
+// weight_grads[t, k] of this thread's k. False: gave up.
+CUEP_DEVICE bool take_gradient(const Params& p, const Operation& op, int t, const Term& term, const Shared& s) {
+    const int k = threadIdx.x;
+    uint4 packet = make_uint4(0, 0, 0, 0);
+    bool is_ok = true;
+    if (s.own_terms >> k & 1u) {
+        packet.x = p.row_weight_grads[term.own_row];
+    } else if (s.terms[k] != nullptr) {
+        is_ok = wait_packets(
+            op, [&](Missing& missing) { ask_packet(op, s.terms[k] + kRowPackets, s.owner[k], packet, missing); });
+    }
+    p.weight_grads[static_cast<int64_t>(t) * kNumTopk + k] = packet.x;
+    return is_ok;
+}
+
+// A group of this rank's own row.
+CUEP_DEVICE PacketGroup load_group(const uint4* row, int group) {
+    uint4 piece[3];
+#pragma unroll
+    for (int j = 0; j < 3; j++) {
+        if (group + j * kGroups < kRowVecs) piece[j] = load_16(row + group + j * kGroups);
+    }
+    return pack_group(piece[0], piece[1], piece[2], 0);
+}
+
+// y[t]: adds in order of k, waiting for the rows of peers. False: gave up.
+CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t, const Term& term, Shared& s) {
+    const int tid = threadIdx.x;
+    begin_terms(p, term, s, [&](int k) { return slot_of(p, p.rank, bank, t, k); });
+    __syncthreads();
+    bool is_ok = true;
+#pragma unroll 1
+    for (int g = 0; g < kGroupsPerThread; g++) {
+        const int group = group_at(g);
+        if (group >= kGroups) continue;
+        float sum[3][kElemsPerVec];
+#pragma unroll
+        for (int i = 0; i < 3 * kElemsPerVec; i++) sum[i / kElemsPerVec][i % kElemsPerVec] = 0.0f;
+#pragma unroll 1
+        for (int first = 0; first < kNumTopk; first += kTermsInFlight) {
+            PacketGroup asked[kTermsInFlight];
+#pragma unroll
+            for (int i = 0; i < kTermsInFlight; i++) {
+                const int k = first + i;
+                if (k < kNumTopk && (s.own_terms >> k & 1u)) asked[i] = load_group(s.terms[k], group);
+            }
+            is_ok &= wait_packets(op, [&](Missing& missing) {
+#pragma unroll
+                for (int i = 0; i < kTermsInFlight; i++) {
+                    const int k = first + i;
+                    if (k >= kNumTopk || s.terms[k] == nullptr || (s.own_terms >> k & 1u)) continue;
+                    ask_group(op, s.terms[k], group, s.owner[k], asked[i], missing);
+                }
+            });
+#pragma unroll
+            for (int i = 0; i < kTermsInFlight; i++) {
+                const int k = first + i;
+                if (k >= kNumTopk || s.terms[k] == nullptr) continue;
+                uint4 row[3];
+                unpack_group(asked[i], row[0], row[1], row[2]);
+#pragma unroll
+                for (int j = 0; j < 3; j++) add_weighted(sum[j], s.weights[k], row[j]);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 3; j++) {
+            if (group + j * kGroups < kRowVecs) write_sum(p, t, group + j * kGroups, sum[j]);
+        }
+    }
+    if (p.weight_grads != nullptr && tid < kNumTopk && part() == 0) is_ok &= take_gradient(p, op, t, term, s);
+    return !block_any(!is_ok);
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    ll_combine_packet(const __grid_constant__ Params p) {
+    __shared__ Shared s;
+    combine(
+        p,
+        true,
+        [&](Answer& answer) { look_up(p, answer, s); },
+        [&](const Operation& op, int bank, int most, Answer& answer) { send(p, op, bank, most, answer, s); },
+        [&](int t) { return look_up_term(p, t); },
+        [&](const Operation& op, int bank, int t, const Term& term) { return sum_token(p, op, bank, t, term, s); });
+}
