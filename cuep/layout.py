@@ -98,8 +98,8 @@ def uses_packets(cfg: GroupConfig, op: str) -> bool:
 
 
 def packets_bytes(row_bytes: int) -> int:
-    """Of a row as packets: three 16-byte pieces travel as four."""
-    return -(-row_bytes // 48) * 64
+    """Of a row as packets: 12 bytes of it travel in 16."""
+    return -(-row_bytes // 12) * 16
 
 
 def _keeps_weights(cfg: GroupConfig) -> bool:

@@ -190,14 +190,14 @@ class LowLatency:
         )
 
     def _tunables(self, op: str, row_bytes: int) -> dict[str, int]:
-        """A thread handles pieces of 16 bytes, or groups of three where they travel as packets."""
+        """A thread handles pieces of 16 bytes, or of 12 where they travel as packets."""
         cfg, on_cpu = self._group.cfg, self._group.world.backend.name == "cpu"
         if not layout.uses_packets(cfg, op):
             return {} if on_cpu else {"kNumThreads": threads_for(row_bytes // 16)}
         num_blocks = self._group.world.backend.num_processors
         parts = _PARTS if min(cfg.num_sms or num_blocks, num_blocks) >= _PARTS * _LEAST_TEAMS else 1
-        groups = -(-row_bytes // 48)
-        return {"kParts": parts} | ({} if on_cpu else {"kNumThreads": threads_for(-(-groups // parts))})
+        pieces = -(-row_bytes // 12)
+        return {"kParts": parts} | ({} if on_cpu else {"kNumThreads": threads_for(-(-pieces // parts))})
 
     def _expert_offsets(self) -> Any:
         group = self._group

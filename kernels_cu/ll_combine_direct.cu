@@ -72,11 +72,11 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, 
         most,
         answer,
         s,
-        [&](const Answer& to, int k, const uint4(&row)[kVecsPerThread]) {
+        [&](const Answer& to, int k, const uint4(&row)[kPiecesPerThread]) {
             uint4* home = home_row(p, to.src, bank, to.token, k);
 #pragma unroll
-            for (int j = 0; j < kVecsPerThread; j++) {
-                if (vec_at(j) < kRowVecs) store_16(home + vec_at(j), row[j]);
+            for (int j = 0; j < kPiecesPerThread; j++) {
+                if (piece_at(j) < kNumPieces) store_16(home + piece_at(j), row[j]);
             }
             const bool has_grad = p.row_weight_grads != nullptr && threadIdx.x == 0;
             if (has_grad) *grad_of(p, to.src, bank, to.token, k) = p.row_weight_grads[p.row_idx[to.at * kNumTopk + k]];
@@ -89,8 +89,7 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, 
 // y[t]: waits for the ranks that answer token t, then adds in order of k. False: gave up.
 CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t, const Term& term, Shared& s) {
     const int tid = threadIdx.x;
-    const uint32_t rank_mask = begin_terms(p, term, s, [&](int k) { return home_row(p, p.rank, bank, t, k); });
-    if (!wait_ranks(p, op, bank, t, rank_mask)) return false;
+    if (!wait_ranks(p, op, bank, t, term)) return false;
     if (p.weight_grads != nullptr && tid < kNumTopk) {
         take_grad(p, bank, t, s.own_terms >> tid & 1u ? term.own_row : -1);
     }
@@ -126,5 +125,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         [&](Answer& answer) { look_up(p, answer, s); },
         [&](const Operation& op, int bank, int most, Answer& answer) { send(p, op, bank, most, answer, s); },
         [&](int t) { return look_up_term(p, t); },
+        [&](int bank, int t, Term& term) {
+            find_terms(p, term, s, [&](int k) { return home_row(p, p.rank, bank, t, k); });
+        },
         [&](const Operation& op, int bank, int t, const Term& term) { return sum_token(p, op, bank, t, term, s); });
 }

@@ -7,13 +7,13 @@
 #include <cuep/operation.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
-constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 96, kMinBlocks = 1;
+constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 320, kMinBlocks = 1;
 constexpr int kParts = 4;
 using elem_t = cuep::bf16_t;
 #endif
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
-CUEP_TUNABLE(kNumThreads, 96, 64);
+CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = true;
@@ -74,7 +74,7 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, 
         most,
         answer,
         s,
-        [&](const Answer& to, int k, const uint4(&row)[kVecsPerThread]) {
+        [&](const Answer& to, int k, const uint4(&row)[kPiecesPerThread]) {
             uint4* slot = slot_of(p, to.src, bank, to.token, k);
             store_packets(slot, row, epoch);
             if (p.row_weight_grads != nullptr && threadIdx.x == 0 && part() == 0) {
@@ -92,66 +92,50 @@ CUEP_DEVICE bool take_gradient(const Params& p, const Operation& op, int t, cons
     if (s.own_terms >> k & 1u) {
         packet.x = p.row_weight_grads[term.own_row];
     } else if (s.terms[k] != nullptr) {
-        is_ok = wait_packets(
-            op, [&](Missing& missing) { ask_packet(op, s.terms[k] + kRowPackets, s.owner[k], packet, missing); });
+        is_ok = wait_packets(op, [&](Missing& missing) {
+            packet = ld_packet(s.terms[k] + kRowPackets);
+            note_missing(op, packet, s.owner[k], missing);
+        });
     }
     p.weight_grads[static_cast<int64_t>(t) * kNumTopk + k] = packet.x;
     return is_ok;
 }
 
-// A group of this rank's own row.
-CUEP_DEVICE PacketGroup load_group(const uint4* row, int group) {
-    uint4 piece[3];
-#pragma unroll
-    for (int j = 0; j < 3; j++) {
-        if (group + j * kGroups < kRowVecs) piece[j] = load_16(row + group + j * kGroups);
-    }
-    return pack_group(piece[0], piece[1], piece[2], 0);
-}
-
 // y[t]: adds in order of k, waiting for the rows of peers. False: gave up.
-CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t, const Term& term, Shared& s) {
+CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int t, const Term& term, Shared& s) {
     const int tid = threadIdx.x;
-    begin_terms(p, term, s, [&](int k) { return slot_of(p, p.rank, bank, t, k); });
-    __syncthreads();
+    const uint32_t own_terms = s.own_terms, peer_terms = s.peer_terms;
     bool is_ok = true;
 #pragma unroll 1
-    for (int g = 0; g < kGroupsPerThread; g++) {
-        const int group = group_at(g);
-        if (group >= kGroups) continue;
-        float sum[3][kElemsPerVec];
+    for (int j = 0; j < kPiecesPerThread; j++) {
+        const int piece = piece_at(j);
+        if (piece >= kNumPieces) continue;
+        float sum[kElemsPerVec];
 #pragma unroll
-        for (int i = 0; i < 3 * kElemsPerVec; i++) sum[i / kElemsPerVec][i % kElemsPerVec] = 0.0f;
+        for (int i = 0; i < kElemsPerVec; i++) sum[i] = 0.0f;
 #pragma unroll 1
         for (int first = 0; first < kNumTopk; first += kTermsInFlight) {
-            PacketGroup asked[kTermsInFlight];
+            uint4 v[kTermsInFlight];
 #pragma unroll
             for (int i = 0; i < kTermsInFlight; i++) {
-                const int k = first + i;
-                if (k < kNumTopk && (s.own_terms >> k & 1u)) asked[i] = load_group(s.terms[k], group);
+                if (own_terms >> (first + i) & 1u) v[i] = load_piece(s.terms[first + i], piece);
             }
             is_ok &= wait_packets(op, [&](Missing& missing) {
 #pragma unroll
                 for (int i = 0; i < kTermsInFlight; i++) {
-                    const int k = first + i;
-                    if (k >= kNumTopk || s.terms[k] == nullptr || (s.own_terms >> k & 1u)) continue;
-                    ask_group(op, s.terms[k], group, s.owner[k], asked[i], missing);
+                    if (peer_terms >> (first + i) & 1u) v[i] = ld_packet(s.terms[first + i] + piece);
+                }
+#pragma unroll
+                for (int i = 0; i < kTermsInFlight; i++) {
+                    if (peer_terms >> (first + i) & 1u) note_missing(op, v[i], s.owner[first + i], missing);
                 }
             });
 #pragma unroll
             for (int i = 0; i < kTermsInFlight; i++) {
-                const int k = first + i;
-                if (k >= kNumTopk || s.terms[k] == nullptr) continue;
-                uint4 row[3];
-                unpack_group(asked[i], row[0], row[1], row[2]);
-#pragma unroll
-                for (int j = 0; j < 3; j++) add_weighted(sum[j], s.weights[k], row[j]);
+                if ((own_terms | peer_terms) >> (first + i) & 1u) add_weighted(sum, s.weights[first + i], v[i]);
             }
         }
-#pragma unroll
-        for (int j = 0; j < 3; j++) {
-            if (group + j * kGroups < kRowVecs) write_sum(p, t, group + j * kGroups, sum[j]);
-        }
+        write_sum(p, t, piece, sum);
     }
     if (p.weight_grads != nullptr && tid < kNumTopk && part() == 0) is_ok &= take_gradient(p, op, t, term, s);
     return !block_any(!is_ok);
@@ -166,5 +150,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         [&](Answer& answer) { look_up(p, answer, s); },
         [&](const Operation& op, int bank, int most, Answer& answer) { send(p, op, bank, most, answer, s); },
         [&](int t) { return look_up_term(p, t); },
-        [&](const Operation& op, int bank, int t, const Term& term) { return sum_token(p, op, bank, t, term, s); });
+        [&](int bank, int t, Term& term) {
+            find_terms(p, term, s, [&](int k) { return slot_of(p, p.rank, bank, t, k); });
+        },
+        [&](const Operation& op, int, int t, const Term& term) { return sum_token(p, op, t, term, s); });
 }

@@ -131,9 +131,9 @@ CUEP_DEVICE void look_up(const Params& p, Answer& answer, Shared& s) {
 }
 
 // This thread's pieces of an answer.
-CUEP_DEVICE void load_part(const Shared& s, uint4 (&part)[kVecsPerThread]) {
-#pragma unroll kIsRankMajor ? kVecsPerThread : 1
-    for (int j = 0; j < kVecsPerThread; j++) {
+CUEP_DEVICE void load_part(const Shared& s, uint4 (&part)[kPiecesPerThread]) {
+#pragma unroll kIsRankMajor ? kPiecesPerThread : 1
+    for (int j = 0; j < kPiecesPerThread; j++) {
         const int vec = threadIdx.x + j * kNumThreads;
         if (vec < kRowVecs) part[j] = partial_sum(s.answer, vec);
     }
@@ -142,12 +142,12 @@ CUEP_DEVICE void load_part(const Shared& s, uint4 (&part)[kVecsPerThread]) {
 // From `answer` on, whose rows are known. The next part is made before the flag of the one before it is released.
 CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
     const int tid = threadIdx.x;
-    uint4 part[kVecsPerThread];
+    uint4 part[kPiecesPerThread];
     load_part(s, part);
     for (bool is_any = true; is_any;) {
         uint4* home = staged_row(p, answer.src, bank, p.rank, answer.token);
 #pragma unroll
-        for (int j = 0; j < kVecsPerThread; j++) {
+        for (int j = 0; j < kPiecesPerThread; j++) {
             if (tid + j * kNumThreads < kRowVecs) store_16(home + tid + j * kNumThreads, part[j]);
         }
         if (p.row_weight_grads != nullptr && tid < kNumTopk) {
@@ -166,7 +166,7 @@ CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, in
     }
 }
 
-CUEP_DEVICE Term look_up_term(const Params& p, int t, Shared& s) {
+CUEP_DEVICE Term look_up_term(const Params& p, int t) {
     Term term;
     if (threadIdx.x < kNumTopk) term.expert = p.ids[t * kNumTopk + threadIdx.x];
     const int64_t own = own_row_of(p, t);
@@ -174,24 +174,26 @@ CUEP_DEVICE Term look_up_term(const Params& p, int t, Shared& s) {
     return term;
 }
 
+// Where the rows of a token are.
+CUEP_DEVICE void find_rows(const Params& p, int bank, int t, Term& term, Shared& s) {
+    if (warp_idx() != 0) return;
+    find_ranks(term);
+    const int tid = threadIdx.x;
+    const bool is_own = (term.rank_mask >> p.rank & 1u) != 0;
+    if (tid < kNumRanks) {
+        const bool is_peer = tid != p.rank && (term.rank_mask >> tid & 1u);
+        s.rows[tid] = is_peer ? staged_row(p, p.rank, bank, tid, t) : nullptr;
+    }
+    if (tid == 0) s.has_own = is_own;
+    if (is_own) find_partial(p, term.own_row, s.own);
+}
+
 // y[t]: waits for the ranks that answer token t, then adds in order of rank. False: gave up.
 CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t, const Term& term, Shared& s) {
     const int tid = threadIdx.x;
-    uint32_t rank_mask = 0;
-    bool is_own = false;
-    if (warp_idx() == 0) {
-        rank_mask = ranks_of_terms(term);
-        is_own = (rank_mask >> p.rank & 1u) != 0;
-        if (tid < kNumRanks) {
-            const bool is_peer = tid != p.rank && (rank_mask >> tid & 1u);
-            s.rows[tid] = is_peer ? staged_row(p, p.rank, bank, tid, t) : nullptr;
-        }
-        if (tid == 0) s.has_own = is_own;
-        if (is_own) find_partial(p, term.own_row, s.own);
-    }
-    if (!wait_ranks(p, op, bank, t, rank_mask)) return false;
+    if (!wait_ranks(p, op, bank, t, term)) return false;
     if (p.weight_grads != nullptr && tid < kNumTopk) {
-        take_grad(p, bank, t, is_own ? grad_row(p, term.own_row) : -1);
+        take_grad(p, bank, t, s.has_own ? grad_row(p, term.own_row) : -1);
     }
     const bool has_own = s.has_own;
 #pragma unroll 1
@@ -232,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         kIsRankMajor || p.is_weighted,
         [&](Answer& answer) { look_up(p, answer, s); },
         [&](const Operation& op, int bank, int most, Answer& answer) { send_answers(p, op, bank, most, answer, s); },
-        [&](int t) { return look_up_term(p, t, s); },
+        [&](int t) { return look_up_term(p, t); },
+        [&](int bank, int t, Term& term) { find_rows(p, bank, t, term, s); },
         [&](const Operation& op, int bank, int t, const Term& term) { return sum_token(p, op, bank, t, term, s); });
 }

@@ -86,8 +86,8 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int t, con
         if (rank_mask >> dst & 1u) {
             uint4* staged = staged_row(p, dst, bank, p.rank, out.slot[dst]);
 #pragma unroll
-            for (int j = 0; j < kVecsPerThread; j++) {
-                if (vec_at(j) < kRowVecs) store_16(staged + vec_at(j), token.row[j]);
+            for (int j = 0; j < kPiecesPerThread; j++) {
+                if (piece_at(j) < kNumPieces) store_16(staged + piece_at(j), token.row[j]);
             }
         }
     }
@@ -107,10 +107,10 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int t, con
 // A row that lies in this rank's memory, with its header.
 CUEP_DEVICE void deliver_from(
     const Params& p, int bank, int src, int slot, uint32_t token, const uint4* row, Shared& s) {
-    uint4 v[kVecsPerThread];
+    uint4 v[kPiecesPerThread];
 #pragma unroll
-    for (int j = 0; j < kVecsPerThread; j++) {
-        if (vec_at(j) < kRowVecs) v[j] = load_16(row + vec_at(j));
+    for (int j = 0; j < kPiecesPerThread; j++) {
+        if (piece_at(j) < kNumPieces) v[j] = load_16(row + piece_at(j));
     }
     Header header{-1, 0, 0.0f};
     if (threadIdx.x < kNumTopk) {

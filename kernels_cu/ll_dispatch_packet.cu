@@ -6,14 +6,14 @@
 #include <cuep/operation.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
-constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 96, kMinBlocks = 1;
+constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 320, kMinBlocks = 1;
 constexpr int kParts = 4;
 constexpr bool kIsRankMajor = false;
 #endif
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false
-CUEP_TUNABLE(kNumThreads, 96, 64);
+CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = true;
@@ -119,21 +119,23 @@ CUEP_DEVICE void receive_own(const Params& p, int num_tokens, int last, Token& t
 CUEP_DEVICE bool take(const Params& p, const Operation& op, int bank, int src, int slot, uint32_t& token, Shared& s) {
     const int tid = threadIdx.x;
     const uint4* from = slot_of(p, p.rank, bank, src, slot);
-    PacketGroup asked[kGroupsPerThread];
+    uint4 row[kPiecesPerThread];
     uint4 beside = make_uint4(0, 0, 0, 0);  // of this thread's k, or the token
     const bool is_ok = wait_packets(op, [&](Missing& missing) {
 #pragma unroll
-        for (int g = 0; g < kGroupsPerThread; g++) {
-            if (group_at(g) < kGroups) ask_group(op, from, group_at(g), src, asked[g], missing);
+        for (int j = 0; j < kPiecesPerThread; j++) {
+            if (piece_at(j) < kNumPieces) row[j] = ld_packet(from + piece_at(j));
         }
-        if (tid <= kNumTopk) ask_packet(op, from + kRowPackets + tid, src, beside, missing);
+        if (tid <= kNumTopk) beside = ld_packet(from + kRowPackets + tid);
+#pragma unroll
+        for (int j = 0; j < kPiecesPerThread; j++) {
+            if (piece_at(j) < kNumPieces) note_missing(op, row[j], src, missing);
+        }
+        if (tid <= kNumTopk) note_missing(op, beside, src, missing);
     });
     const Header header{
         static_cast<int>(beside.x), static_cast<int>(beside.y), __int_as_float(static_cast<int>(beside.z))};
     if (tid == kNumTopk) token = beside.x;
-    uint4 row[kVecsPerThread];
-#pragma unroll
-    for (int g = 0; g < kGroupsPerThread; g++) unpack_group(asked[g], row[3 * g], row[3 * g + 1], row[3 * g + 2]);
     if (block_any(!is_ok)) return false;
     deliver(p, src, slot, token, header, row, s);
     return true;

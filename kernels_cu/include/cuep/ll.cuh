@@ -14,29 +14,43 @@ constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 constexpr int kNumPeers = kNumRanks - 1;
 constexpr int kRowVecs = kRowBytes / 16;
 
-// A row's 16-byte pieces, and which of them a thread handles. In packets three pieces, a group, travel as four (see
-// packet.cuh), and the kParts blocks of a team share a row, since with few tokens there are more blocks than rows.
+// A row in pieces, and which of them a thread handles: of 16 bytes or, where rows travel as packets (packet.cuh), of
+// 12, so that a piece fills a packet. Either is held in a uint4. The kParts blocks of a team share a row: with few
+// tokens there are more blocks than rows.
 static_assert(kIsPacket || kParts == 1, "a flag says that the whole row is there, so one block stores it");
-constexpr int kGroups = (kRowVecs + 2) / 3;
-constexpr int kGroupsPerPart = (kGroups + kParts - 1) / kParts;
-constexpr int kGroupsPerThread = (kGroupsPerPart + kNumThreads - 1) / kNumThreads;
-constexpr int kVecsPerThread = kIsPacket ? 3 * kGroupsPerThread : (kRowVecs + kNumThreads - 1) / kNumThreads;
+constexpr int kRowWords = kRowBytes / 4;
+constexpr int kNumPieces = kIsPacket ? (kRowWords + 2) / 3 : kRowVecs;
+constexpr int kPiecesPerPart = (kNumPieces + kParts - 1) / kParts;
+constexpr int kPiecesPerThread = (kPiecesPerPart + kNumThreads - 1) / kNumThreads;
 
 CUEP_DEVICE int part() {
     return static_cast<int>(blockIdx.x) % kParts;
 }
 
-// The j-th group of this thread; kGroups: there is none.
-CUEP_DEVICE int group_at(int j) {
+// The j-th piece of this thread; kNumPieces or more: there is none.
+CUEP_DEVICE int piece_at(int j) {
     const int in_part = threadIdx.x + j * kNumThreads;
-    return in_part < kGroupsPerPart ? min(part() * kGroupsPerPart + in_part, kGroups) : kGroups;
+    if constexpr (kParts == 1) return in_part;
+    return in_part < kPiecesPerPart ? part() * kPiecesPerPart + in_part : kNumPieces;
 }
 
-// The j-th piece of this thread; kRowVecs or more: there is none.
-CUEP_DEVICE int vec_at(int j) {
-    if constexpr (!kIsPacket) return threadIdx.x + j * kNumThreads;
-    const int group = group_at(j / 3);
-    return group < kGroups ? group + j % 3 * kGroups : kRowVecs;
+// A piece of a row that nobody writes while this kernel runs; words beyond the row are 0.
+CUEP_DEVICE uint4 load_piece(const uint4* row, int piece) {
+    if constexpr (!kIsPacket) return load_streaming(row + piece);
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(row) + 3 * piece;
+    uint4 v = make_uint4(load_streaming(words), 0, 0, 0);
+    if (3 * piece + 1 < kRowWords) v.y = load_streaming(words + 1);
+    if (3 * piece + 2 < kRowWords) v.z = load_streaming(words + 2);
+    return v;
+}
+
+// To memory of this rank that a later kernel reads.
+CUEP_DEVICE void store_piece(uint4* row, int piece, uint4 v) {
+    if constexpr (!kIsPacket) return store_16(row + piece, v);
+    uint32_t* words = reinterpret_cast<uint32_t*>(row) + 3 * piece;
+    words[0] = v.x;
+    if (3 * piece + 1 < kRowWords) words[1] = v.y;
+    if (3 * piece + 2 < kRowWords) words[2] = v.z;
 }
 
 // Teams take rows in turn. Blocks that are over have none.

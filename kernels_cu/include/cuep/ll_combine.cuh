@@ -101,7 +101,8 @@ CUEP_DEVICE bool find_answer(const Params& p, int most, Answer& answer) {
 struct Term {
     int32_t expert = -1;
     float weight = 1.0f;
-    int32_t own_row = -1;  // of expert_out or, of a token's one row here, of the received rows
+    int32_t own_row = -1;    // of expert_out or, of a token's one row here, of the received rows
+    uint32_t rank_mask = 0;  // whose experts the token has; known to the first warp
 };
 
 // Bits of the gradient of weight [token, k] in dst's arena, [num_banks, max_tokens, kNumTopk].
@@ -138,18 +139,17 @@ CUEP_DEVICE int64_t own_row_of(const Params& p, int t) {
     return is_slot ? static_cast<int64_t>(p.rank) * p.max_tokens + slot : -1;
 }
 
-// Whose experts a token has; known to the first warp. All its lanes call.
-CUEP_DEVICE uint32_t ranks_of_terms(const Term& term) {
-    return __reduce_or_sync(0xffffffffu, term.expert >= 0 ? 1u << (term.expert / kNumLocalExperts) : 0u);
+// By all lanes of the first warp.
+CUEP_DEVICE void find_ranks(Term& term) {
+    term.rank_mask = __reduce_or_sync(0xffffffffu, term.expert >= 0 ? 1u << (term.expert / kNumLocalExperts) : 0u);
 }
 
-// Waits for the flags of token t of the ranks in rank_mask, but for this one; rank_mask: known to the first warp.
-// A barrier of the block. False: gave up.
+// Waits for the flags of the ranks that answer token t. A barrier of the block. False: gave up.
 template <class Params>
-CUEP_DEVICE bool wait_ranks(const Params& p, const Operation& op, int bank, int t, uint32_t rank_mask) {
+CUEP_DEVICE bool wait_ranks(const Params& p, const Operation& op, int bank, int t, const Term& term) {
     const int tid = threadIdx.x;
     bool is_ok = true;
-    if (tid < kNumRanks && tid != p.rank && (rank_mask >> tid & 1u)) {
+    if (tid < kNumRanks && tid != p.rank && (term.rank_mask >> tid & 1u)) {
         uint32_t unused = 0;
         is_ok = wait_flag(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);
     }
@@ -173,23 +173,23 @@ CUEP_DEVICE void add(float (&sum)[kElemsPerVec], uint4 vec) {
 
 // Adds what is to be added to a finished sum, rounds once and writes.
 template <class Params>
-CUEP_DEVICE void write_sum(const Params& p, int64_t t, int vec, float (&sum)[kElemsPerVec]) {
+CUEP_DEVICE void write_sum(const Params& p, int64_t t, int piece, float (&sum)[kElemsPerVec]) {
 #pragma unroll
     for (int b = 0; b < 2; b++) {
         if (p.bias[b] == nullptr) continue;
-        add(sum, load_streaming(reinterpret_cast<const uint4*>(p.bias[b] + t * p.bias_stride[b]) + vec));
+        add(sum, load_piece(reinterpret_cast<const uint4*>(p.bias[b] + t * p.bias_stride[b]), piece));
     }
-    store_16(reinterpret_cast<uint4*>(p.y + t * p.y_stride) + vec, pack<elem_t>(sum));
+    store_piece(reinterpret_cast<uint4*>(p.y + t * p.y_stride), piece, pack<elem_t>(sum));
 }
 
 // The kernel, but for what the forms do differently.
 //   look_up(answer): where the row, or rows, of an answer lie, by the first warp, for all behind a barrier
 //   send(op, bank, most, answer): all that this block sends, from that answer on
-//   look_up_term(t), sum(op, bank, t, term): y[t] from what was known of it early, waiting for its rows. False: gave
-//   up.
-template <class Params, class LookUp, class Send, class LookUpTerm, class Sum>
+//   look_up_term(t), prepare(bank, t, term): what can be known of a token that is summed, before its rows are there
+//   sum(op, bank, t, term): y[t], behind a barrier after that, waiting for its rows. False: gave up.
+template <class Params, class LookUp, class Send, class LookUpTerm, class Prepare, class Sum>
 CUEP_DEVICE void combine(
-    const Params& p, bool is_weighted, LookUp look_up, Send send, LookUpTerm look_up_term, Sum sum) {
+    const Params& p, bool is_weighted, LookUp look_up, Send send, LookUpTerm look_up_term, Prepare prepare, Sum sum) {
     __shared__ Totals totals;
     begin_launch(p);
 
@@ -232,6 +232,7 @@ CUEP_DEVICE void combine(
     // every rank says how much it sends, or that it refused; then the sums, token by token as they arrive
     Verdict verdict{-1, Cause::kCall};
     if (p.is_receive) {
+        if (first_token < count) prepare(bank, first_token, term);
         if (!wait_totals(p, op, bank, true, totals, [](uint32_t total) { return total; })) return;
         verdict = verdict_of(p, totals);
         const int num_tokens = verdict.refused_by < 0 ? count : 0;
@@ -239,6 +240,8 @@ CUEP_DEVICE void combine(
             if (t != first_token) {
                 term = look_up_term(t);
                 __syncthreads();  // the one before is summed
+                prepare(bank, t, term);
+                __syncthreads();
             }
             if (!sum(op, bank, t, term)) return;
         }

@@ -32,7 +32,7 @@ CUEP_DEVICE void deliver(const Params& p,
                          int slot,
                          uint32_t token,
                          const Header& header,
-                         const uint4 (&row)[kVecsPerThread],
+                         const uint4 (&row)[kPiecesPerThread],
                          Shared& s) {
     const int tid = threadIdx.x;
     const int64_t at = static_cast<int64_t>(src) * p.max_tokens + slot;
@@ -41,8 +41,8 @@ CUEP_DEVICE void deliver(const Params& p,
     auto copy_to = [&](int64_t dst_row) {
         uint4* dst = reinterpret_cast<uint4*>(p.tokens + dst_row * p.tokens_stride);
 #pragma unroll
-        for (int j = 0; j < kVecsPerThread; j++) {
-            if (vec_at(j) < kRowVecs) store_16(dst + vec_at(j), row[j]);
+        for (int j = 0; j < kPiecesPerThread; j++) {
+            if (piece_at(j) < kNumPieces) store_piece(dst, piece_at(j), row[j]);
         }
     };
     if constexpr (kIsRankMajor) {

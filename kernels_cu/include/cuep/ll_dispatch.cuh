@@ -13,15 +13,18 @@ constexpr uint32_t kMispaired = kRefused - 1;  // in place of a total: a rank di
 
 // A token on its way out.
 struct Token {
-    uint4 row[kVecsPerThread];  // this thread's pieces
-    int32_t expert;             // of k = threadIdx.x
+    uint4 row[kPiecesPerThread];  // this thread's pieces
+    int32_t expert;               // of k = threadIdx.x
     float weight;
 };
 
-// Experts of token threadIdx.x, which comes before most tokens that a block sends: loaded once and early.
+// What a thread knows early of this rank's first tokens: experts of token threadIdx.x, and of (token, k) pairs
+// threadIdx.x + j * kNumThreads.
+constexpr int kPairsAhead = 3;
 struct Earlier {
     int32_t experts[kNumTopk];
-    uint32_t num_bad;  // ids that are out of range
+    int32_t pair[kPairsAhead];
+    uint32_t num_bad;  // of `experts`, ids that are out of range
 };
 
 // Of the token being sent, in shared memory.
@@ -63,15 +66,66 @@ CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
     }
     const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
 #pragma unroll
-    for (int j = 0; j < kVecsPerThread; j++) {
-        if (vec_at(j) < kRowVecs) token.row[j] = load_streaming(row + vec_at(j));
+    for (int j = 0; j < kPiecesPerThread; j++) {
+        if (piece_at(j) < kNumPieces) token.row[j] = load_piece(row, piece_at(j));
     }
+}
+
+// Expert of the i-th (token, k) pair.
+template <class Params>
+CUEP_DEVICE int32_t load_pair(const Params& p, int i) {
+    return load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, 0, i);
 }
 
 template <class Params>
 CUEP_DEVICE void load_earlier(const Params& p, int num_rows, Earlier& earlier) {
-    if (static_cast<int>(threadIdx.x) >= num_rows) return;
-    earlier.num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, threadIdx.x, earlier.experts);
+    const int tid = threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < kPairsAhead; j++) {
+        const int i = tid + j * kNumThreads;
+        earlier.pair[j] = i < num_rows * kNumTopk ? load_pair(p, i) : -1;
+    }
+    if (tid < num_rows) earlier.num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, tid, earlier.experts);
+}
+
+// visit(expert), by whole warps, of all pairs of the first num_tokens tokens; -1 where there is none.
+template <class Params, class Visit>
+CUEP_DEVICE void for_pairs(const Params& p, int num_tokens, const Earlier& earlier, Visit visit) {
+    const int tid = threadIdx.x, num_pairs = num_tokens * kNumTopk, warp_start = warp_idx() * kWarpSize;
+#pragma unroll
+    for (int j = 0; j < kPairsAhead; j++) {
+        const int i = tid + j * kNumThreads;
+        if (warp_start + j * kNumThreads < num_pairs) visit(i < num_pairs ? earlier.pair[j] : -1);
+    }
+#pragma unroll 1
+    for (int first = kPairsAhead * kNumThreads; first + warp_start < num_pairs; first += kNumThreads) {
+        visit(first + tid < num_pairs ? load_pair(p, first + tid) : -1);
+    }
+}
+
+// Adds, for the first num_tokens tokens, how many have an expert at each rank. bad(num): of a token whose ids are out
+// of range.
+template <class Params, class Bad>
+CUEP_DEVICE void count_slots(const Params& p, int num_tokens, const Earlier& earlier, int32_t* slots, Bad bad) {
+    const int tid = threadIdx.x, warp_start = warp_idx() * kWarpSize;
+    uint32_t rank_mask = 0, num_bad = 0;
+    if (tid < num_tokens) {
+        rank_mask = ranks_of<kNumLocalExperts>(earlier.experts);
+        num_bad = earlier.num_bad;
+    }
+#pragma unroll 1
+    for (int first = 0; first + warp_start < num_tokens; first += kNumThreads) {
+        if (first > 0) {
+            int32_t experts[kNumTopk];
+            rank_mask = num_bad = 0;
+            if (first + tid < num_tokens) {
+                num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, first + tid, experts);
+                rank_mask = ranks_of<kNumLocalExperts>(experts);
+            }
+        }
+        if (num_bad != 0) bad(num_bad);
+        count_ranks<kNumRanks>(rank_mask, slots);
+    }
 }
 
 // What is known of a token alone; tokens before it count from here on. One warp: a thread for each k and each rank.
@@ -95,29 +149,15 @@ CUEP_DEVICE void begin_outgoing(const Token& token, Outgoing& out) {
 template <class Params>
 CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Outgoing& out) {
     if (t == 0) return;
-    int32_t experts[kNumTopk];
-#pragma unroll
-    for (int k = 0; k < kNumTopk; k++) experts[k] = earlier.experts[k];
-    for (int first = 0; first < t; first += kNumThreads) {
-        const int i = first + threadIdx.x;
-        if (first > 0 && i < t) load_experts<kNumExperts>(p.topk_idx, p.is_int64, i, experts);
-        if (first + warp_idx() * kWarpSize >= t) continue;  // nothing for this warp
-        if (i >= t) {
-#pragma unroll
-            for (int k = 0; k < kNumTopk; k++) experts[k] = -1;
-        }
-        count_ranks<kNumRanks>(ranks_of<kNumLocalExperts>(experts), out.slot);
-        if constexpr (kIsRankMajor) continue;
-#pragma unroll 1
-        for (int k = 0; k < kNumTopk; k++) {
-            const int32_t e = out.expert[k];
-            if (e < 0) continue;
-            uint32_t num_same = 0;
-#pragma unroll
-            for (int q = 0; q < kNumTopk; q++) num_same += experts[q] == e;
-            num_same = __reduce_add_sync(0xffffffffu, num_same);
-            if (lane_idx() == 0 && num_same != 0) atomicAdd(&out.place[k], static_cast<int32_t>(num_same));
-        }
+    count_slots(p, t, earlier, out.slot, [](uint32_t) {});
+    if constexpr (!kIsRankMajor) {
+        for_pairs(p, t, earlier, [&](int32_t expert) {
+#pragma unroll 4
+            for (int k = 0; k < kNumTopk; k++) {
+                const uint32_t same = __ballot_sync(0xffffffffu, expert >= 0 && expert == out.expert[k]);
+                if (same != 0 && lane_idx() == 0) atomicAdd(&out.place[k], __popc(same));
+            }
+        });
     }
     __syncthreads();
 }
@@ -135,21 +175,12 @@ CUEP_DEVICE void publish_counts(const Params& p,
                                 const Earlier& earlier,
                                 Counts& counts) {
     const int tid = threadIdx.x;
-    for (int first = 0; first < count; first += kNumThreads) {
-        const int t = first + tid;
-        uint32_t rank_mask = 0;
-        if (t < count) {
-            Earlier token = earlier;
-            if (first > 0) token.num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, t, token.experts);
-            if (token.num_bad != 0) atom_add_relaxed_sys(&p.report->num_bad_ids, token.num_bad);
-#pragma unroll
-            for (int k = 0; k < kNumTopk; k++) {
-                if (token.experts[k] >= 0) atomicAdd(&counts.experts[token.experts[k]], 1);
-            }
-            rank_mask = ranks_of<kNumLocalExperts>(token.experts);
-        }
-        count_ranks<kNumRanks>(rank_mask, counts.ranks);
-    }
+    for_pairs(p, count, earlier, [&](int32_t expert) {
+        if (expert >= 0) atomicAdd(&counts.experts[expert], 1);
+    });
+    count_slots(p, count, earlier, counts.ranks, [&](uint32_t num_bad) {
+        atom_add_relaxed_sys(&p.report->num_bad_ids, num_bad);
+    });
     __syncthreads();
     bool is_over = false;
     for (int e = tid; e < kNumExperts; e += kNumThreads) {  // pairs with wait_count

@@ -14,10 +14,11 @@ struct Shared {
     float weights[kNumTopk];
     int32_t owner[kNumTopk];  // rank whose expert it is
     uint32_t own_terms;       // bit k: that term is a row of this rank's experts
+    uint32_t peer_terms;      // of a peer's
 };
 
 // Pieces of an answer's rows that this thread has loaded: of kRowsInFlight rows.
-using Loaded = uint4[kRowsInFlight][kVecsPerThread];
+using Loaded = uint4[kRowsInFlight][kPiecesPerThread];
 
 // The first warp knows where an answer's rows are, the others do behind a barrier.
 template <class Params>
@@ -37,8 +38,8 @@ CUEP_DEVICE void load_rows(int first, const Shared& s, Loaded& loaded) {
         const uint4* row = s.answer_rows[first + i];
         if (row == nullptr) continue;
 #pragma unroll
-        for (int j = 0; j < kVecsPerThread; j++) {
-            if (vec_at(j) < kRowVecs) loaded[i][j] = load_streaming(row + vec_at(j));
+        for (int j = 0; j < kPiecesPerThread; j++) {
+            if (piece_at(j) < kNumPieces) loaded[i][j] = load_piece(row, piece_at(j));
         }
     }
 }
@@ -82,22 +83,22 @@ CUEP_DEVICE Term look_up_term(const Params& p, int t) {
     return term;
 }
 
-// Where the terms of a token are, for all behind a barrier; home(k): of a peer's. Returns, to the first warp, whose
-// they are.
+// Where the terms of a token are, for all behind a barrier; home(k): of a peer's.
 template <class Params, class Home>
-CUEP_DEVICE uint32_t begin_terms(const Params& p, const Term& term, Shared& s, Home home) {
-    if (warp_idx() != 0) return 0;
+CUEP_DEVICE void find_terms(const Params& p, Term& term, Shared& s, Home home) {
+    if (warp_idx() != 0) return;
+    find_ranks(term);
     const int k = threadIdx.x;
-    const uint32_t rank_mask = ranks_of_terms(term);
     const bool is_own = term.expert >= 0 && term.expert / kNumLocalExperts == p.rank;
     const uint32_t own_terms = __ballot_sync(0xffffffffu, is_own);
+    const uint32_t peer_terms = __ballot_sync(0xffffffffu, term.expert >= 0 && !is_own);
     if (k < kNumTopk) {
         s.terms[k] = term.expert < 0 ? nullptr : is_own ? expert_row(p, term.own_row) : home(k);
         s.weights[k] = term.weight;
         s.owner[k] = term.expert / kNumLocalExperts;
     }
     if (k == 0) s.own_terms = own_terms;
-    return rank_mask;
+    if (k == 0) s.peer_terms = peer_terms;
 }
 
 }  // namespace cuep

@@ -122,6 +122,9 @@ CUEP_DEVICE void wait_for_earlier_kernels() {}
 CUEP_DEVICE uint4 load_streaming(const uint4* ptr) {
     return *ptr;
 }
+CUEP_DEVICE uint32_t load_streaming(const uint32_t* ptr) {
+    return *ptr;
+}
 
 CUEP_DEVICE uint4 load_16(const uint4* ptr) {
     cpu::delay_point();
@@ -171,7 +174,7 @@ CUEP_DEVICE void wait_for_earlier_kernels() {
 #endif
 }
 
-// 16 bytes of memory that nobody writes while this kernel runs: through the non-coherent path, kept out of L1. Volatile
+// Memory that nobody writes while this kernel runs: through the non-coherent path, kept out of L1. Volatile
 // so that it stays behind whatever this kernel waited for at its start; no clobber, so loads of a row can be batched.
 CUEP_DEVICE uint4 load_streaming(const uint4* ptr) {
     uint4 v;
@@ -179,6 +182,12 @@ CUEP_DEVICE uint4 load_streaming(const uint4* ptr) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(ptr));
     return v;
+}
+
+CUEP_DEVICE uint32_t load_streaming(const uint32_t* ptr) {
+    uint32_t word;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(ptr));
+    return word;
 }
 
 // 16 bytes of memory that a peer or another block wrote before the flag that this thread (or, before a barrier, a
