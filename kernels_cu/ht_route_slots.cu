@@ -205,7 +205,7 @@ CUEP_DEVICE void place_pairs(const Params& p, int num_tokens, Counts c) {
             const int64_t i = first + 32 * j + lane;
             experts[j] = -1;
             if (i < last) {
-                experts[j] = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, i / kNumTopk, i % kNumTopk);
+                experts[j] = load_expert<kNumExperts>(p.topk_idx, p.is_int64, i);
             }
         }
 #pragma unroll

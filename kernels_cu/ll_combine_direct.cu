@@ -122,9 +122,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     combine(
         p,
         true,
-        [&](Answer& answer) { look_up(p, answer, s); },
+        [&](Answer& answer) { look_up(p, answer); },
+        [&](const Answer& answer) { show(p, answer, s); },
         [&](const Operation& op, int bank, int most, Answer& answer) { send(p, op, bank, most, answer, s); },
-        [&](int t) { return look_up_term(p, t); },
+        [&](int t, Term& term) { look_up_term(p, t, term); },
+        [&](Term& term) { follow(p, term); },
         [&](int bank, int t, Term& term) {
             find_terms(p, term, s, [&](int k) { return home_row(p, p.rank, bank, t, k); });
         },

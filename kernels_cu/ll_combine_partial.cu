@@ -81,15 +81,15 @@ struct Shared {
     bool has_own;
 };
 
-// By the first warp; the others know it behind a barrier. at: of the received row, src * max_tokens + slot.
-CUEP_DEVICE void find_partial(const Params& p, int64_t at, Partial& partial) {
+// By the first warp; the others know it behind a barrier. row, weight: of k = threadIdx.x, expert-major; at: of the
+// received row, src * max_tokens + slot.
+CUEP_DEVICE void show_partial(const Params& p, int64_t at, int32_t row, float weight, Partial& partial) {
     const int tid = threadIdx.x;
     if constexpr (kIsRankMajor) {
         if (tid == 0) partial.rows[0] = expert_row(p, at);
     } else if (tid < kNumTopk) {
-        const int32_t row = p.row_idx[at * kNumTopk + tid];
         partial.rows[tid] = row < 0 ? nullptr : expert_row(p, row);
-        partial.weights[tid] = p.is_weighted ? p.recv_weights[at * kNumTopk + tid] : 1.0f;
+        partial.weights[tid] = weight;
     }
 }
 
@@ -125,9 +125,16 @@ CUEP_DEVICE int64_t grad_row(const Params& p, int64_t at) {
     return p.row_idx[i];
 }
 
-CUEP_DEVICE void look_up(const Params& p, Answer& answer, Shared& s) {
+CUEP_DEVICE void look_up(const Params& p, Answer& answer) {
     answer.token = p.token_idx[answer.at];
-    find_partial(p, answer.at, s.answer);
+    if (kIsRankMajor || threadIdx.x >= kNumTopk) return;
+    const int64_t at = answer.at * kNumTopk + threadIdx.x;
+    answer.row = p.row_idx[at];
+    answer.weight = p.is_weighted ? p.recv_weights[at] : 1.0f;
+}
+
+CUEP_DEVICE void show(const Params& p, const Answer& answer, Shared& s) {
+    show_partial(p, answer.at, answer.row, answer.weight, s.answer);
 }
 
 // This thread's pieces of an answer.
@@ -158,7 +165,8 @@ CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, in
         is_any = find_answer(p, most, answer);
         __syncthreads();
         if (is_any) {
-            look_up(p, answer, s);
+            look_up(p, answer);
+            show(p, answer, s);
             __syncthreads();
             load_part(s, part);
         }
@@ -166,12 +174,16 @@ CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, in
     }
 }
 
-CUEP_DEVICE Term look_up_term(const Params& p, int t) {
-    Term term;
+CUEP_DEVICE void look_up_term(const Params& p, int t, Term& term) {
     if (threadIdx.x < kNumTopk) term.expert = p.ids[t * kNumTopk + threadIdx.x];
-    const int64_t own = own_row_of(p, t);
-    term.own_row = static_cast<int32_t>(own);
-    return term;
+    term.own_slot = p.own_slot[t];
+}
+
+CUEP_DEVICE void follow(const Params& p, Term& term) {
+    const int64_t own = own_row_of(p, term);
+    if (kIsRankMajor || threadIdx.x >= kNumTopk || own < 0) return;
+    term.own_row = p.row_idx[own * kNumTopk + threadIdx.x];
+    term.weight = p.is_weighted ? p.recv_weights[own * kNumTopk + threadIdx.x] : 1.0f;
 }
 
 // Where the rows of a token are.
@@ -185,7 +197,7 @@ CUEP_DEVICE void find_rows(const Params& p, int bank, int t, Term& term, Shared&
         s.rows[tid] = is_peer ? staged_row(p, p.rank, bank, tid, t) : nullptr;
     }
     if (tid == 0) s.has_own = is_own;
-    if (is_own) find_partial(p, term.own_row, s.own);
+    if (is_own) show_partial(p, own_row_of(p, term), term.own_row, term.weight, s.own);
 }
 
 // y[t]: waits for the ranks that answer token t, then adds in order of rank. False: gave up.
@@ -193,7 +205,7 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
     const int tid = threadIdx.x;
     if (!wait_ranks(p, op, bank, t, term)) return false;
     if (p.weight_grads != nullptr && tid < kNumTopk) {
-        take_grad(p, bank, t, s.has_own ? grad_row(p, term.own_row) : -1);
+        take_grad(p, bank, t, s.has_own ? grad_row(p, own_row_of(p, term)) : -1);
     }
     const bool has_own = s.has_own;
 #pragma unroll 1
@@ -232,9 +244,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     combine(
         p,
         kIsRankMajor || p.is_weighted,
-        [&](Answer& answer) { look_up(p, answer, s); },
+        [&](Answer& answer) { look_up(p, answer); },
+        [&](const Answer& answer) { show(p, answer, s); },
         [&](const Operation& op, int bank, int most, Answer& answer) { send_answers(p, op, bank, most, answer, s); },
-        [&](int t) { return look_up_term(p, t); },
+        [&](int t, Term& term) { look_up_term(p, t, term); },
+        [&](Term& term) { follow(p, term); },
         [&](int bank, int t, Term& term) { find_rows(p, bank, t, term, s); },
         [&](const Operation& op, int bank, int t, const Term& term) { return sum_token(p, op, bank, t, term, s); });
 }

@@ -107,9 +107,9 @@ CUEP_DEVICE void receive_own(const Params& p, int num_tokens, int last, Token& t
         if (t == last) continue;
         Earlier earlier;
         load_token(p, t, token);
-        load_earlier(p, num_tokens, earlier);
+        load_earlier(p, num_tokens, !kIsRankMajor, earlier);
         __syncthreads();  // the row before this one has been delivered
-        begin_outgoing(token, s.out);
+        begin_outgoing(p, token, s.out);
         __syncthreads();
         count_before(p, t, earlier, s.out);
         if (s.out.rank_mask >> p.rank & 1u) deliver_own(p, t, token, s);

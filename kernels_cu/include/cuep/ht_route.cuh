@@ -71,7 +71,7 @@ CUEP_DEVICE int2 tokens_of_warp(int num_tokens, int warp, int num_warps) {
 template <int kNumExperts, int kTopk, int kThreads, class Params>
 CUEP_DEVICE void copy_routing(const Params& p, int num_tokens, int block, int num_blocks) {
     for (int64_t i = block * kThreads + threadIdx.x; i < int64_t{num_tokens} * kTopk; i += num_blocks * kThreads) {
-        p.ids[i] = load_expert<kNumExperts, kTopk>(p.topk_idx, p.is_int64, i / kTopk, i % kTopk);
+        p.ids[i] = load_expert<kNumExperts>(p.topk_idx, p.is_int64, i);
         p.weights[i] = p.topk_weights == nullptr ? 1.0f : p.topk_weights[i];
     }
 }

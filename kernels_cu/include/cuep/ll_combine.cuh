@@ -70,6 +70,8 @@ struct Answer {
     int src;     // whose token it is
     int64_t at;  // src * max_tokens + slot
     int32_t token;
+    int32_t row;   // of k = threadIdx.x: of expert_out, or -1
+    float weight;  // of that, where partial sums are weighted
 };
 
 // Where a unit is. False: beyond all slots.
@@ -101,6 +103,7 @@ CUEP_DEVICE bool find_answer(const Params& p, int most, Answer& answer) {
 struct Term {
     int32_t expert = -1;
     float weight = 1.0f;
+    int32_t own_slot = -1;   // of the token's row here, if it has one
     int32_t own_row = -1;    // of expert_out or, of a token's one row here, of the received rows
     uint32_t rank_mask = 0;  // whose experts the token has; known to the first warp
 };
@@ -131,12 +134,11 @@ CUEP_DEVICE void take_grad(const Params& p, int bank, int64_t t, int64_t own_row
     p.weight_grads[at] = bits;
 }
 
-// The received row of this rank's own token t, src * max_tokens + slot, or -1 where it has no expert here.
+// The received row of this rank's own token, src * max_tokens + slot, or -1 where it has no expert here.
 template <class Params>
-CUEP_DEVICE int64_t own_row_of(const Params& p, int t) {
-    const int32_t slot = p.own_slot[t];
-    const bool is_slot = slot >= 0 && slot < p.max_tokens;  // beyond the tokens there may be anything
-    return is_slot ? static_cast<int64_t>(p.rank) * p.max_tokens + slot : -1;
+CUEP_DEVICE int64_t own_row_of(const Params& p, const Term& term) {
+    const bool is_slot = term.own_slot >= 0 && term.own_slot < p.max_tokens;  // beyond the tokens there may be anything
+    return is_slot ? static_cast<int64_t>(p.rank) * p.max_tokens + term.own_slot : -1;
 }
 
 // By all lanes of the first warp.
@@ -183,39 +185,53 @@ CUEP_DEVICE void write_sum(const Params& p, int64_t t, int piece, float (&sum)[k
 }
 
 // The kernel, but for what the forms do differently.
-//   look_up(answer): where the row, or rows, of an answer lie, by the first warp, for all behind a barrier
+//   look_up(answer), show(answer): where the row, or rows, of an answer lie: loads, and then, by the first warp, for
+//   all
+//     behind a barrier
 //   send(op, bank, most, answer): all that this block sends, from that answer on
-//   look_up_term(t), prepare(bank, t, term): what can be known of a token that is summed, before its rows are there
-//   sum(op, bank, t, term): y[t], behind a barrier after that, waiting for its rows. False: gave up.
-template <class Params, class LookUp, class Send, class LookUpTerm, class Prepare, class Sum>
-CUEP_DEVICE void combine(
-    const Params& p, bool is_weighted, LookUp look_up, Send send, LookUpTerm look_up_term, Prepare prepare, Sum sum) {
+//   look_up_term(t, term), follow(term), prepare(bank, t, term): what can be known of a token that is summed, before
+//   its
+//     rows are there: loads, loads that need those, and, for all behind a barrier, what comes of it
+//   sum(op, bank, t, term): y[t], waiting for its rows. False: gave up.
+template <class Params, class LookUp, class Show, class Send, class LookUpTerm, class Follow, class Prepare, class Sum>
+CUEP_DEVICE void combine(const Params& p,
+                         bool is_weighted,
+                         LookUp look_up,
+                         Show show,
+                         Send send,
+                         LookUpTerm look_up_term,
+                         Follow follow,
+                         Prepare prepare,
+                         Sum sum) {
     __shared__ Totals totals;
     begin_launch(p);
 
-    // side by side, what need not wait for one another. What a dispatch that timed out has left is read, not followed.
-    const bool is_off_handle = p.state->refused != 0;
+    // loads first, side by side; then what is made of them. What a dispatch that timed out has left is read, not
+    // followed.
+    const uint32_t refused = p.state->refused;
     const Operation op = begin_phase(p, Op::kCombine);
     const Standing standing = standing_of(p, op);
     const bool is_off = is_broken(op);
     const bool is_sender = p.is_send && !p.is_refused;
     const int num_rows = p.is_refused || !p.is_receive ? 0 : p.num_tokens;
-    const int count = p.is_refused ? 0 : kept_tokens_of(p);
-    const int most = is_sender ? most_received(p) : 0;
+    const int first_token = first_to_receive();
     Answer answer;
     answer.unit = team();
     bool is_any = is_sender && place_unit(p, p.max_tokens, answer);
     if (is_any) look_up(answer);
     Term term;
-    const int first_token = first_to_receive();
-    if (first_token < num_rows) term = look_up_term(first_token);
+    if (first_token < num_rows) look_up_term(first_token, term);
+    const int count = p.is_refused ? 0 : kept_tokens_of(p);
+    const int most = is_sender ? most_received(p) : 0;
+    if (first_token < num_rows) follow(term);
     const int bank = bank_of(p, op);
     if (is_any && !is_row(p, answer)) {
         is_any = find_answer(p, most, answer);
         if (is_any) look_up(answer);
     }
+    if (is_any) show(answer);
 
-    if (is_skipped(p, Op::kCombine, is_off_handle)) return;
+    if (is_skipped(p, Op::kCombine, refused != 0)) return;
 
     // the bank must have been read by every peer before it is written again
     const Bank found = wait_bank<true>(p, op, bank, standing, is_off);
@@ -238,7 +254,9 @@ CUEP_DEVICE void combine(
         const int num_tokens = verdict.refused_by < 0 ? count : 0;
         for (int t = first_token; t < num_tokens; t += num_teams()) {
             if (t != first_token) {
-                term = look_up_term(t);
+                term = Term();
+                look_up_term(t, term);
+                follow(term);
                 __syncthreads();  // the one before is summed
                 prepare(bank, t, term);
                 __syncthreads();

@@ -14,17 +14,16 @@ constexpr uint32_t kMispaired = kRefused - 1;  // in place of a total: a rank di
 // A token on its way out.
 struct Token {
     uint4 row[kPiecesPerThread];  // this thread's pieces
-    int32_t expert;               // of k = threadIdx.x
+    RawIds<1> id;                 // of k = threadIdx.x
     float weight;
 };
 
-// What a thread knows early of this rank's first tokens: experts of token threadIdx.x, and of (token, k) pairs
-// threadIdx.x + j * kNumThreads.
+// What a thread loads early of this rank's first tokens: ids of token threadIdx.x, and of (token, k) pairs threadIdx.x
+// + j * kNumThreads.
 constexpr int kPairsAhead = 3;
 struct Earlier {
-    int32_t experts[kNumTopk];
-    int32_t pair[kPairsAhead];
-    uint32_t num_bad;  // of `experts`, ids that are out of range
+    RawIds<kNumTopk> token;
+    RawIds<1> pair[kPairsAhead];
 };
 
 // Of the token being sent, in shared memory.
@@ -58,11 +57,11 @@ CUEP_DEVICE bool is_new_routing(const Params& p) {
 template <class Params>
 CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
     const int tid = threadIdx.x;
-    token.expert = -1;
     token.weight = 1.0f;
     if (tid < kNumTopk) {
-        token.expert = load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, t, tid);
-        if (p.topk_weights != nullptr) token.weight = p.topk_weights[static_cast<int64_t>(t) * kNumTopk + tid];
+        const int64_t at = static_cast<int64_t>(t) * kNumTopk + tid;
+        load_raw(p.topk_idx, p.is_int64, at, token.id);
+        if (p.topk_weights != nullptr) token.weight = p.topk_weights[at];
     }
     const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
 #pragma unroll
@@ -71,21 +70,16 @@ CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
     }
 }
 
-// Expert of the i-th (token, k) pair.
+// has_pairs: whether pairs are wanted, too.
 template <class Params>
-CUEP_DEVICE int32_t load_pair(const Params& p, int i) {
-    return load_expert<kNumExperts, kNumTopk>(p.topk_idx, p.is_int64, 0, i);
-}
-
-template <class Params>
-CUEP_DEVICE void load_earlier(const Params& p, int num_rows, Earlier& earlier) {
+CUEP_DEVICE void load_earlier(const Params& p, int num_rows, bool has_pairs, Earlier& earlier) {
     const int tid = threadIdx.x;
+    if (tid < num_rows) load_raw(p.topk_idx, p.is_int64, static_cast<int64_t>(tid) * kNumTopk, earlier.token);
 #pragma unroll
     for (int j = 0; j < kPairsAhead; j++) {
         const int i = tid + j * kNumThreads;
-        earlier.pair[j] = i < num_rows * kNumTopk ? load_pair(p, i) : -1;
+        if (has_pairs && i < num_rows * kNumTopk) load_raw(p.topk_idx, p.is_int64, i, earlier.pair[j]);
     }
-    if (tid < num_rows) earlier.num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, tid, earlier.experts);
 }
 
 // visit(expert), by whole warps, of all pairs of the first num_tokens tokens; -1 where there is none.
@@ -94,12 +88,15 @@ CUEP_DEVICE void for_pairs(const Params& p, int num_tokens, const Earlier& earli
     const int tid = threadIdx.x, num_pairs = num_tokens * kNumTopk, warp_start = warp_idx() * kWarpSize;
 #pragma unroll
     for (int j = 0; j < kPairsAhead; j++) {
-        const int i = tid + j * kNumThreads;
-        if (warp_start + j * kNumThreads < num_pairs) visit(i < num_pairs ? earlier.pair[j] : -1);
+        if (warp_start + j * kNumThreads >= num_pairs) continue;
+        int32_t expert[1] = {-1};
+        if (tid + j * kNumThreads < num_pairs) check_ids<kNumExperts>(earlier.pair[j], p.is_int64, expert);
+        visit(expert[0]);
     }
 #pragma unroll 1
     for (int first = kPairsAhead * kNumThreads; first + warp_start < num_pairs; first += kNumThreads) {
-        visit(first + tid < num_pairs ? load_pair(p, first + tid) : -1);
+        const int i = first + tid;
+        visit(i < num_pairs ? load_expert<kNumExperts>(p.topk_idx, p.is_int64, i) : -1);
     }
 }
 
@@ -108,32 +105,30 @@ CUEP_DEVICE void for_pairs(const Params& p, int num_tokens, const Earlier& earli
 template <class Params, class Bad>
 CUEP_DEVICE void count_slots(const Params& p, int num_tokens, const Earlier& earlier, int32_t* slots, Bad bad) {
     const int tid = threadIdx.x, warp_start = warp_idx() * kWarpSize;
-    uint32_t rank_mask = 0, num_bad = 0;
-    if (tid < num_tokens) {
-        rank_mask = ranks_of<kNumLocalExperts>(earlier.experts);
-        num_bad = earlier.num_bad;
-    }
 #pragma unroll 1
     for (int first = 0; first + warp_start < num_tokens; first += kNumThreads) {
-        if (first > 0) {
+        uint32_t rank_mask = 0;
+        if (first + tid < num_tokens) {
+            RawIds<kNumTopk> raw = earlier.token;
+            if (first > 0) load_raw(p.topk_idx, p.is_int64, static_cast<int64_t>(first + tid) * kNumTopk, raw);
             int32_t experts[kNumTopk];
-            rank_mask = num_bad = 0;
-            if (first + tid < num_tokens) {
-                num_bad = load_experts<kNumExperts>(p.topk_idx, p.is_int64, first + tid, experts);
-                rank_mask = ranks_of<kNumLocalExperts>(experts);
-            }
+            const uint32_t num_bad = check_ids<kNumExperts>(raw, p.is_int64, experts);
+            if (num_bad != 0) bad(num_bad);
+            rank_mask = ranks_of<kNumLocalExperts>(experts);
         }
-        if (num_bad != 0) bad(num_bad);
         count_ranks<kNumRanks>(rank_mask, slots);
     }
 }
 
 // What is known of a token alone; tokens before it count from here on. One warp: a thread for each k and each rank.
-CUEP_DEVICE void begin_outgoing(const Token& token, Outgoing& out) {
+template <class Params>
+CUEP_DEVICE void begin_outgoing(const Params& p, const Token& token, Outgoing& out) {
     static_assert(kNumTopk <= kWarpSize && kNumRanks <= kWarpSize);
     if (warp_idx() != 0) return;
     const int lane = lane_idx();
-    const int32_t e = token.expert;
+    int32_t expert[1] = {-1};
+    if (lane < kNumTopk) check_ids<kNumExperts>(token.id, p.is_int64, expert);
+    const int32_t e = expert[0];
     const uint32_t rank_mask = __reduce_or_sync(0xffffffffu, e >= 0 ? 1u << (e / kNumLocalExperts) : 0u);
     const uint32_t same = __match_any_sync(0xffffffffu, e);
     if (lane < kNumTopk) {
@@ -311,11 +306,9 @@ CUEP_DEVICE void dispatch(const Params& p, Outgoing& out, Counts& counts, Send s
     const bool is_sender = team() < num_rows;
     Token token;
     Earlier earlier;
-    if (is_clerk() || (is_sender && team() > 0)) load_earlier(p, num_rows, earlier);
-    if (is_sender) {
-        load_token(p, team(), token);
-        begin_outgoing(token, out);
-    }
+    if (is_sender) load_token(p, team(), token);
+    if (is_clerk() || (is_sender && team() > 0)) load_earlier(p, num_rows, is_clerk() || !kIsRankMajor, earlier);
+    if (is_sender) begin_outgoing(p, token, out);
     if (is_clerk()) {
         for (int e = threadIdx.x; e < kNumExperts; e += kNumThreads) counts.experts[e] = 0;
         if (threadIdx.x < kNumRanks) counts.ranks[threadIdx.x] = 0;
@@ -338,10 +331,10 @@ CUEP_DEVICE void dispatch(const Params& p, Outgoing& out, Counts& counts, Send s
         }
         for (int t = team(); t < num_tokens; t += num_teams()) {
             if (last >= 0) {
-                if (last == 0) load_earlier(p, num_tokens, earlier);
+                if (last == 0) load_earlier(p, num_tokens, !kIsRankMajor, earlier);
                 load_token(p, t, token);
                 __syncthreads();  // the one before has been sent
-                begin_outgoing(token, out);
+                begin_outgoing(p, token, out);
                 __syncthreads();
             }
             count_before(p, t, earlier, out);

@@ -20,14 +20,16 @@ struct Shared {
 // Pieces of an answer's rows that this thread has loaded: of kRowsInFlight rows.
 using Loaded = uint4[kRowsInFlight][kPiecesPerThread];
 
-// The first warp knows where an answer's rows are, the others do behind a barrier.
 template <class Params>
-CUEP_DEVICE void look_up(const Params& p, Answer& answer, Shared& s) {
+CUEP_DEVICE void look_up(const Params& p, Answer& answer) {
     answer.token = p.token_idx[answer.at];
-    if (threadIdx.x < kNumTopk) {
-        const int32_t row = p.row_idx[answer.at * kNumTopk + threadIdx.x];
-        s.answer_rows[threadIdx.x] = row < 0 ? nullptr : expert_row(p, row);
-    }
+    if (threadIdx.x < kNumTopk) answer.row = p.row_idx[answer.at * kNumTopk + threadIdx.x];
+}
+
+template <class Params>
+CUEP_DEVICE void show(const Params& p, const Answer& answer, Shared& s) {
+    const int k = threadIdx.x;
+    if (k < kNumTopk) s.answer_rows[k] = answer.row < 0 ? nullptr : expert_row(p, answer.row);
 }
 
 // Rows of k = first, first + 1, ...
@@ -64,7 +66,8 @@ CUEP_DEVICE void send_answers(const Params& p, int most, Answer& answer, Shared&
         is_any = find_answer(p, most, answer);
         __syncthreads();
         if (is_any) {
-            look_up(p, answer, s);
+            look_up(p, answer);
+            show(p, answer, s);
             __syncthreads();
             load_rows(0, s, loaded);
         }
@@ -73,14 +76,18 @@ CUEP_DEVICE void send_answers(const Params& p, int most, Answer& answer, Shared&
 }
 
 template <class Params>
-CUEP_DEVICE Term look_up_term(const Params& p, int t) {
-    Term term;
-    if (threadIdx.x >= kNumTopk) return term;
-    term.expert = p.ids[t * kNumTopk + threadIdx.x];
-    if (p.weights != nullptr) term.weight = p.weights[t * kNumTopk + threadIdx.x];
-    const int64_t own = own_row_of(p, t);
-    if (own >= 0) term.own_row = p.row_idx[own * kNumTopk + threadIdx.x];
-    return term;
+CUEP_DEVICE void look_up_term(const Params& p, int t, Term& term) {
+    const int k = threadIdx.x;
+    if (k >= kNumTopk) return;
+    term.expert = p.ids[t * kNumTopk + k];
+    term.own_slot = p.own_slot[t];
+    if (p.weights != nullptr) term.weight = p.weights[t * kNumTopk + k];
+}
+
+template <class Params>
+CUEP_DEVICE void follow(const Params& p, Term& term) {
+    const int64_t own = own_row_of(p, term);
+    if (threadIdx.x < kNumTopk && own >= 0) term.own_row = p.row_idx[own * kNumTopk + threadIdx.x];
 }
 
 // Where the terms of a token are, for all behind a barrier; home(k): of a peer's.

@@ -13,52 +13,66 @@ CUEP_DEVICE int32_t checked_expert(int32_t low, int32_t high, bool& is_bad) {
     return is_expert ? low : -1;
 }
 
-// The expert at [token, k] of [num_tokens, kNumTopk] int32 or int64 ids.
-template <int kNumExperts, int kNumTopk>
-CUEP_DEVICE int32_t load_expert(const uint8_t* topk_idx, bool is_int64, int64_t token, int k) {
-    const int32_t* words = reinterpret_cast<const int32_t*>(topk_idx);
-    const int64_t at = token * kNumTopk + k;
-    bool is_bad = false;
-    const int32_t low = words[is_int64 ? 2 * at : at];
-    return checked_expert<kNumExperts>(low, is_int64 ? words[2 * at + 1] : low >> 31, is_bad);
-}
+// Ids as they were loaded. Checking them waits for the loads, so that comes later, when others are on their way too.
+template <int kCount>
+struct RawIds {
+    int32_t low[kCount], high[kCount];  // high: of int64
+};
 
-// All experts of a token, in 16-byte pieces where size and address allow. Returns how many ids are out of range.
-template <int kNumExperts, int kNumTopk>
-CUEP_DEVICE uint32_t load_experts(const uint8_t* topk_idx, bool is_int64, int64_t token, int32_t (&experts)[kNumTopk]) {
-    int32_t low[kNumTopk], high[kNumTopk];
-    const int32_t* row = reinterpret_cast<const int32_t*>(topk_idx) + token * kNumTopk * (is_int64 ? 2 : 1);
+// kCount ids from the first-th on. 16-byte pieces where size and address allow.
+template <int kCount>
+CUEP_DEVICE void load_raw(const uint8_t* ids, bool is_int64, int64_t first, RawIds<kCount>& raw) {
+    const int32_t* words = reinterpret_cast<const int32_t*>(ids) + first * (is_int64 ? 2 : 1);
     if (is_int64) {
 #pragma unroll
-        for (int k = 0; k < kNumTopk; k++) {
-            low[k] = row[2 * k];
-            high[k] = row[2 * k + 1];
+        for (int i = 0; i < kCount; i++) {
+            raw.low[i] = words[2 * i];
+            raw.high[i] = words[2 * i + 1];
+        }
+    } else if (kCount % 4 == 0 && reinterpret_cast<uint64_t>(words) % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i + 3 < kCount; i += 4) {
+            const int4 piece = reinterpret_cast<const int4*>(words)[i / 4];
+            raw.low[i] = piece.x;
+            raw.low[i + 1] = piece.y;
+            raw.low[i + 2] = piece.z;
+            raw.low[i + 3] = piece.w;
         }
     } else {
-        if (kNumTopk % 4 == 0 && reinterpret_cast<uint64_t>(topk_idx) % 16 == 0) {
 #pragma unroll
-            for (int k = 0; k + 3 < kNumTopk; k += 4) {
-                const int4 piece = reinterpret_cast<const int4*>(row)[k / 4];
-                low[k] = piece.x;
-                low[k + 1] = piece.y;
-                low[k + 2] = piece.z;
-                low[k + 3] = piece.w;
-            }
-        } else {
-#pragma unroll
-            for (int k = 0; k < kNumTopk; k++) low[k] = row[k];
-        }
-#pragma unroll
-        for (int k = 0; k < kNumTopk; k++) high[k] = low[k] >> 31;
+        for (int i = 0; i < kCount; i++) raw.low[i] = words[i];
     }
+}
+
+// Their experts, -1 for none. Returns how many are out of range.
+template <int kNumExperts, int kCount>
+CUEP_DEVICE uint32_t check_ids(const RawIds<kCount>& raw, bool is_int64, int32_t (&experts)[kCount]) {
     uint32_t num_bad = 0;
 #pragma unroll
-    for (int k = 0; k < kNumTopk; k++) {
+    for (int i = 0; i < kCount; i++) {
         bool is_bad = false;
-        experts[k] = checked_expert<kNumExperts>(low[k], high[k], is_bad);
+        experts[i] = checked_expert<kNumExperts>(raw.low[i], is_int64 ? raw.high[i] : raw.low[i] >> 31, is_bad);
         num_bad += is_bad;
     }
     return num_bad;
+}
+
+// All experts of a token.
+template <int kNumExperts, int kNumTopk>
+CUEP_DEVICE uint32_t load_experts(const uint8_t* topk_idx, bool is_int64, int64_t token, int32_t (&experts)[kNumTopk]) {
+    RawIds<kNumTopk> raw;
+    load_raw(topk_idx, is_int64, token * kNumTopk, raw);
+    return check_ids<kNumExperts>(raw, is_int64, experts);
+}
+
+// The expert of the i-th (token, k) pair.
+template <int kNumExperts>
+CUEP_DEVICE int32_t load_expert(const uint8_t* topk_idx, bool is_int64, int64_t i) {
+    RawIds<1> raw;
+    load_raw(topk_idx, is_int64, i, raw);
+    int32_t expert[1];
+    check_ids<kNumExperts>(raw, is_int64, expert);
+    return expert[0];
 }
 
 // Bit r: one of the experts belongs to rank r.
