@@ -19,7 +19,7 @@ STATE_BYTES = 40  # struct HandleState
 STATE_NUM_TOKENS = 36  # bytes before its num_tokens
 REPORT_BYTES = 168  # struct Report
 WORD_BYTES = 8  # {epoch, value}
-PACKET_TOKENS = 8  # max_tokens_per_rank up to which rows travel as packets, by default
+PACKET_TOKENS = 16  # max_tokens_per_rank up to which rows travel as packets, by default
 READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
 
@@ -67,8 +67,9 @@ def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     if has_packets:  # {k: expert, place, weight}, {token}
         rows_out = Region(banks * peers * tokens * (packets_bytes(cfg.row_bytes) + (topk + 1) * 16), is_words=True)
     combine_rows = Region(banks * tokens * rows_home * cfg.combine_row_bytes)
-    if uses_packets(cfg, "combine"):  # {gradient}
-        combine_rows = Region(banks * tokens * rows_home * (packets_bytes(cfg.combine_row_bytes) + 16), is_words=True)
+    if uses_packets(cfg, "combine"):  # {gradient} of the k that the row is for
+        slot_bytes = packets_bytes(cfg.combine_row_bytes) + (topk if cfg.reduce == "per_rank" else 1) * 16
+        combine_rows = Region(banks * tokens * rows_home * slot_bytes, is_words=True)
     return {
         "dispatch_rows": rows_out,
         "dispatch_headers": Region(0 if has_packets else banks * num_ranks * tokens * topk * 16),
@@ -88,8 +89,8 @@ def variant(cfg: GroupConfig, op: str) -> str:
     """The kernel of an operation in ll: as GroupConfig.variants says, else the one that is fastest for groups of this
     size (measured: kernels_cu/README.md)."""
     own = "partial" if op == "combine" and cfg.reduce == "per_rank" else "direct"
-    is_few = cfg.max_tokens_per_rank <= PACKET_TOKENS and own == "direct"
-    return cfg.variants.get(op, "packet" if is_few else own)
+    of_few = {"direct": "packet", "partial": "packet_partial"}
+    return cfg.variants.get(op, of_few[own] if cfg.max_tokens_per_rank <= PACKET_TOKENS else own)
 
 
 def uses_packets(cfg: GroupConfig, op: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from cuep import layout
 from cuep.arrays import Rows, View
 from cuep.backend import Array, Stream
-from cuep.config import DTYPE_BYTES
+from cuep.config import DTYPE_BYTES, GroupConfig
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.launching import (
     CombineCall,
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 _DISPATCH_REGIONS = ("rows", "headers", "flags", "counts", "totals", "done")
 _COMBINE_REGIONS = ("rows", "grads", "flags", "totals", "done")
 _OF_SOME_FORMS = ("row_idx", "recv_weights", "recv_topk_idx", "recv_topk_weights")  # null in the others
-_PARTS = 4  # blocks that share a row that travels as packets, where there are enough for two rows
-_LEAST_TEAMS = 2
+_LEAST_BLOCKS = 4  # with fewer no block shares a row
 _RECEIVED = ("tokens", "expert_counts", "src_rank_counts", "source", "total")
 
 
@@ -195,7 +194,7 @@ class LowLatency:
         if not layout.uses_packets(cfg, op):
             return {} if on_cpu else {"kNumThreads": threads_for(row_bytes // 16)}
         num_blocks = self._group.world.backend.num_processors
-        parts = _PARTS if min(cfg.num_sms or num_blocks, num_blocks) >= _PARTS * _LEAST_TEAMS else 1
+        parts = parts_of_rows(cfg, self._group.num_ranks, min(cfg.num_sms or num_blocks, num_blocks))
         pieces = -(-row_bytes // 12)
         return {"kParts": parts} | ({} if on_cpu else {"kNumThreads": threads_for(-(-pieces // parts))})
 
@@ -203,6 +202,15 @@ class LowLatency:
         group = self._group
         rows = group.num_ranks * group.cfg.max_tokens_per_rank
         return (np.arange(group.num_local_experts + 1) * rows).astype(np.int32)
+
+
+def parts_of_rows(cfg: GroupConfig, num_ranks: int, num_blocks: int) -> int:
+    """How many blocks share a row that travels as packets: 2, 4 or 8, as many as leave every row that a rank receives
+    blocks of its own; 1 where there are hardly any blocks."""
+    if num_blocks < _LEAST_BLOCKS:
+        return 1
+    rows = cfg.max_tokens_per_rank * max(1, num_ranks - 1)
+    return next((parts for parts in (8, 4) if rows * parts <= num_blocks), 2)
 
 
 def _check_rows(view: View, name: str, shape: tuple[int, ...], dtype: str) -> None:

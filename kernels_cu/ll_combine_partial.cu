@@ -20,7 +20,7 @@ CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = false;
 constexpr int kParts = 1;
-#include <cuep/ll_combine.cuh>
+#include <cuep/ll_partial.cuh>
 
 using namespace cuep;
 
@@ -65,139 +65,28 @@ struct Params {
     bool is_refused;  // publish kRefused instead of sending
 };
 
-constexpr int kRanksInFlight = kNumRanks < 8 ? kNumRanks : 8;  // rows of ranks that a thread loads before it adds
 CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
-// This rank's part of a token's sum: where its terms are. rank-major: rows[0] alone.
-struct Partial {
-    const uint4* rows[kNumTopk];  // null where there is none
-    float weights[kNumTopk];
-};
-
-struct Shared {
-    Partial answer;                // of the received token that is being answered
-    Partial own;                   // of the token that is being summed
-    const uint4* rows[kNumRanks];  // its rows of the peers, null where there is none
-    bool has_own;
-};
-
-// By the first warp; the others know it behind a barrier. row, weight: of k = threadIdx.x, expert-major; at: of the
-// received row, src * max_tokens + slot.
-CUEP_DEVICE void show_partial(const Params& p, int64_t at, int32_t row, float weight, Partial& partial) {
+CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
     const int tid = threadIdx.x;
-    if constexpr (kIsRankMajor) {
-        if (tid == 0) partial.rows[0] = expert_row(p, at);
-    } else if (tid < kNumTopk) {
-        partial.rows[tid] = row < 0 ? nullptr : expert_row(p, row);
-        partial.weights[tid] = weight;
-    }
-}
-
-// A vector of this rank's part, rounded as it travels.
-CUEP_DEVICE uint4 partial_sum(const Partial& partial, int vec) {
-    if constexpr (kIsRankMajor) return load_streaming(partial.rows[0] + vec);
-    float sum[kElemsPerVec];
+    send_answers(
+        p,
+        most,
+        answer,
+        s,
+        [&](const Answer& to, const uint4(&part)[kPiecesPerThread]) {
+            uint4* home = staged_row(p, to.src, bank, p.rank, to.token);
 #pragma unroll
-    for (int i = 0; i < kElemsPerVec; i++) sum[i] = 0.0f;
-#pragma unroll
-    for (int first = 0; first < kNumTopk; first += kTermsInFlight) {
-        uint4 v[kTermsInFlight];
-#pragma unroll
-        for (int i = 0; i < kTermsInFlight; i++) {
-            if (first + i < kNumTopk && partial.rows[first + i] != nullptr) {
-                v[i] = load_streaming(partial.rows[first + i] + vec);
+            for (int j = 0; j < kPiecesPerThread; j++) {
+                if (piece_at(j) < kNumPieces) store_16(home + piece_at(j), part[j]);
             }
-        }
-#pragma unroll
-        for (int i = 0; i < kTermsInFlight; i++) {
-            if (first + i < kNumTopk && partial.rows[first + i] != nullptr) {
-                add_weighted(sum, partial.weights[first + i], v[i]);
+            if (p.row_weight_grads != nullptr && tid < kNumTopk) {
+                send_grad(p, to.src, bank, to.token, grad_row(p, to.at));
             }
-        }
-    }
-    return pack<elem_t>(sum);
-}
-
-// Where this thread's k of a received row has its gradient, -1 if it is not served here.
-CUEP_DEVICE int64_t grad_row(const Params& p, int64_t at) {
-    const int64_t i = at * kNumTopk + threadIdx.x;
-    if constexpr (kIsRankMajor) return p.recv_topk_idx[i] < 0 ? -1 : i;
-    return p.row_idx[i];
-}
-
-CUEP_DEVICE void look_up(const Params& p, Answer& answer) {
-    answer.token = p.token_idx[answer.at];
-    if (kIsRankMajor || threadIdx.x >= kNumTopk) return;
-    const int64_t at = answer.at * kNumTopk + threadIdx.x;
-    answer.row = p.row_idx[at];
-    answer.weight = p.is_weighted ? p.recv_weights[at] : 1.0f;
-}
-
-CUEP_DEVICE void show(const Params& p, const Answer& answer, Shared& s) {
-    show_partial(p, answer.at, answer.row, answer.weight, s.answer);
-}
-
-// This thread's pieces of an answer.
-CUEP_DEVICE void load_part(const Shared& s, uint4 (&part)[kPiecesPerThread]) {
-#pragma unroll kIsRankMajor ? kPiecesPerThread : 1
-    for (int j = 0; j < kPiecesPerThread; j++) {
-        const int vec = threadIdx.x + j * kNumThreads;
-        if (vec < kRowVecs) part[j] = partial_sum(s.answer, vec);
-    }
-}
-
-// From `answer` on, whose rows are known. The next part is made before the flag of the one before it is released.
-CUEP_DEVICE void send_answers(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
-    const int tid = threadIdx.x;
-    uint4 part[kPiecesPerThread];
-    load_part(s, part);
-    for (bool is_any = true; is_any;) {
-        uint4* home = staged_row(p, answer.src, bank, p.rank, answer.token);
-#pragma unroll
-        for (int j = 0; j < kPiecesPerThread; j++) {
-            if (tid + j * kNumThreads < kRowVecs) store_16(home + tid + j * kNumThreads, part[j]);
-        }
-        if (p.row_weight_grads != nullptr && tid < kNumTopk) {
-            send_grad(p, answer.src, bank, answer.token, grad_row(p, answer.at));
-        }
-        uint64_t* flag = flag_of(p, answer.src, bank, p.rank, answer.token);
-        answer.unit += num_teams();
-        is_any = find_answer(p, most, answer);
-        __syncthreads();
-        if (is_any) {
-            look_up(p, answer);
-            show(p, answer, s);
-            __syncthreads();
-            load_part(s, part);
-        }
-        if (tid == 0) st_release_sys(flag, tagged(op, 0));  // pairs with wait_ranks
-    }
-}
-
-CUEP_DEVICE void look_up_term(const Params& p, int t, Term& term) {
-    if (threadIdx.x < kNumTopk) term.expert = p.ids[t * kNumTopk + threadIdx.x];
-    term.own_slot = p.own_slot[t];
-}
-
-CUEP_DEVICE void follow(const Params& p, Term& term) {
-    const int64_t own = own_row_of(p, term);
-    if (kIsRankMajor || threadIdx.x >= kNumTopk || own < 0) return;
-    term.own_row = p.row_idx[own * kNumTopk + threadIdx.x];
-    term.weight = p.is_weighted ? p.recv_weights[own * kNumTopk + threadIdx.x] : 1.0f;
-}
-
-// Where the rows of a token are.
-CUEP_DEVICE void find_rows(const Params& p, int bank, int t, Term& term, Shared& s) {
-    if (warp_idx() != 0) return;
-    find_ranks(term);
-    const int tid = threadIdx.x;
-    const bool is_own = (term.rank_mask >> p.rank & 1u) != 0;
-    if (tid < kNumRanks) {
-        const bool is_peer = tid != p.rank && (term.rank_mask >> tid & 1u);
-        s.rows[tid] = is_peer ? staged_row(p, p.rank, bank, tid, t) : nullptr;
-    }
-    if (tid == 0) s.has_own = is_own;
-    if (is_own) show_partial(p, own_row_of(p, term), term.own_row, term.weight, s.own);
+        },
+        [&](const Answer& sent) {  // behind a barrier; pairs with wait_ranks
+            if (tid == 0) st_release_sys(flag_of(p, sent.src, bank, p.rank, sent.token), tagged(op, 0));
+        });
 }
 
 // y[t]: waits for the ranks that answer token t, then adds in order of rank. False: gave up.
@@ -207,32 +96,16 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
     if (p.weight_grads != nullptr && tid < kNumTopk) {
         take_grad(p, bank, t, s.has_own ? grad_row(p, own_row_of(p, term)) : -1);
     }
-    const bool has_own = s.has_own;
 #pragma unroll 1
     for (int vec = tid; vec < kRowVecs; vec += kNumThreads) {
         float sum[kElemsPerVec];
-#pragma unroll
-        for (int i = 0; i < kElemsPerVec; i++) sum[i] = 0.0f;
-        uint4 own = make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (int first = 0; first < kNumRanks; first += kRanksInFlight) {
-            uint4 v[kRanksInFlight];
+        add_ranks(p, s, vec, sum, [&](int first, int piece, uint4(&v)[kRanksInFlight]) {
 #pragma unroll
             for (int i = 0; i < kRanksInFlight; i++) {
-                if (first + i < kNumRanks && s.rows[first + i] != nullptr) v[i] = load_16(s.rows[first + i] + vec);
+                if (first + i < kNumRanks && s.rows[first + i] != nullptr) v[i] = load_16(s.rows[first + i] + piece);
             }
-            if (first == 0 && has_own) own = partial_sum(s.own, vec);  // while the peers' rows come in
-#pragma unroll
-            for (int i = 0; i < kRanksInFlight; i++) {
-                const int r = first + i;
-                if (r >= kNumRanks) continue;
-                if (s.rows[r] != nullptr) {
-                    add(sum, v[i]);
-                } else if (r == p.rank && has_own) {
-                    add(sum, own);
-                }
-            }
-        }
+            return true;
+        });
         write_sum(p, t, vec, sum);
     }
     return true;
@@ -246,9 +119,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         kIsRankMajor || p.is_weighted,
         [&](Answer& answer) { look_up(p, answer); },
         [&](const Answer& answer) { show(p, answer, s); },
-        [&](const Operation& op, int bank, int most, Answer& answer) { send_answers(p, op, bank, most, answer, s); },
+        [&](const Operation& op, int bank, int most, Answer& answer) { send(p, op, bank, most, answer, s); },
         [&](int t, Term& term) { look_up_term(p, t, term); },
         [&](Term& term) { follow(p, term); },
-        [&](int bank, int t, Term& term) { find_rows(p, bank, t, term, s); },
+        [&](int bank, int t, Term& term) {
+            find_rows(p, term, s, [&](int rank) { return staged_row(p, p.rank, bank, rank, t); });
+        },
         [&](const Operation& op, int bank, int t, const Term& term) { return sum_token(p, op, bank, t, term, s); });
 }

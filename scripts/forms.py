@@ -1,7 +1,7 @@
 """One small checked benchmark of each form named, in one process: what compute-sanitizer watches in gpu_check.py.
 
 mpirun -n 2 python -m mpi4py scripts/forms.py ll ll:rank_major ll:expert_major:per_rank ht:expert_major:per_rank:4
-(mode[:layout[:reduce[:alignment]]])
+(mode[:layout[:reduce[:alignment]]]; ll with few tokens and with more, as these are different kernels)
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import sys
 
 import cuep
+from cuep import layout
 from cuep.bench import runner
 from cuep.bench.workload import Options
 
+TOKENS = {"ll": (5, layout.PACKET_TOKENS + 1), "ht": (5,)}
 
-def options_of(form: str) -> Options:
-    mode, layout, reduce, alignment = (*form.split(":"), "", "", "")[:4]
+
+def options_of(form: str, tokens: int) -> Options:
+    mode, rows, reduce, alignment = (*form.split(":"), "", "", "")[:4]
     return Options(
         mode,
-        tokens=5,
+        tokens=tokens,
         hidden=264,
         experts=8,
         topk=3,
-        layout=layout or None,
+        layout=rows or None,
         reduce=reduce or None,
         alignment=int(alignment or 1),
         check=True,
@@ -33,9 +36,11 @@ def main() -> int:
     with cuep.init() as world, world.backend.active():
         wrong = []
         for form in sys.argv[1:]:
-            wrong += [f"{form}: {text}" for text in runner.run(world, options_of(form))[1]]
-            if world.rank == 0:
-                print("ran", form, flush=True)
+            for tokens in TOKENS[form[:2]]:
+                found = runner.run(world, options_of(form, tokens))[1]
+                wrong += [f"{form}, {tokens} tokens: {text}" for text in found]
+                if world.rank == 0:
+                    print("ran", form, tokens, flush=True)
         for text in wrong:
             print("WRONG", text, flush=True)
         world.comm.barrier()

@@ -14,13 +14,13 @@ from cuep.bench.workload import scale
 
 
 def config(mode: str, **changes: Any) -> cuep.GroupConfig:
-    """The small default shape: 8 experts, hidden 256, top-2, at most 16 tokens, waits of at most 20 s."""
+    """The small default shape: 8 experts, hidden 256, top-2, at most 20 tokens, waits of at most 20 s."""
     settings: dict[str, Any] = {
         "mode": mode,
         "num_experts": 8,
         "hidden": 256,
         "num_topk": 2,
-        "max_tokens_per_rank": 16,
+        "max_tokens_per_rank": 20,
         "timeout_s": 20,
     }
     return cuep.GroupConfig(**(settings | changes))

@@ -260,7 +260,7 @@ def first_failing_seed(world: Any, shuffled: Any, mode: str, settings: dict[str,
     """The first seed under which a rank sees wrong data or an error; the same answer on every rank."""
     for seed in range(1, SEEDS_TO_FIND + 1):
         shuffled(seed, 3)
-        group = cuep.Group(world, config(mode, timeout_s=1.0, max_tokens_per_rank=10, **settings))
+        group = cuep.Group(world, config(mode, timeout_s=1.0, max_tokens_per_rank=10, **(DIRECT[mode] | settings)))
         rounds = Rounds(world, group.cfg, seed)
         for pattern in (queued, kept):
             try:

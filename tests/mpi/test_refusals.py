@@ -103,13 +103,13 @@ def test_too_many_tokens(world: Any, mode: str) -> None:
     """A15: as many as declared work; one more on one rank is refused before anything is sent."""
     bad = min(2, world.size - 1)
     with cuep.Group(world, config(mode)) as group:
-        run_step(world, group, random_step(world, group.cfg, 5, 16)).close()
-        step = random_step(world, group.cfg, 6, 17 if world.rank == bad else 16)
-        with refused_on(world, bad, cuep.ArgumentError, r"topk_idx has shape \[17, 2\], allowed: \[at most 16, 2\]"):
+        run_step(world, group, random_step(world, group.cfg, 5, 20)).close()
+        step = random_step(world, group.cfg, 6, 21 if world.rank == bad else 20)
+        with refused_on(world, bad, cuep.ArgumentError, r"topk_idx has shape \[21, 2\], allowed: \[at most 20, 2\]"):
             handle = group.create_handle(to_device(world, step.topk_idx), to_device(world, step.topk_weights))
             handle.dispatch(to_device(world, step.x))
             group.check()
-        run_step(world, group, random_step(world, group.cfg, 7, 16)).close()
+        run_step(world, group, random_step(world, group.cfg, 7, 20)).close()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -216,14 +216,14 @@ def test_nothing_is_wrong_with_nan(world: Any) -> None:
 def test_duplicates_that_do_not_fit(world: Any) -> None:
     """A04, A07: ll: a zone holds max_tokens_per_rank rows of each rank; more, by ids named twice, is refused on all."""
     with cuep.Group(world, config("ll")) as group:
-        step = random_step(world, group.cfg, 1, 16, masked=0.0)
+        step = random_step(world, group.cfg, 1, 20, masked=0.0)
         if world.rank == 0:
-            step.topk_idx[:9] = 3  # 18 rows for expert 3, or more
+            step.topk_idx[:11] = 3  # 22 rows for expert 3, or more
         handle = group.create_handle(to_device(world, step.topk_idx))
-        with refused_on(world, 0, cuep.ArgumentError, "names an expert more than max_tokens_per_rank=16 times"):
+        with refused_on(world, 0, cuep.ArgumentError, "names an expert more than max_tokens_per_rank=20 times"):
             handle.dispatch(to_device(world, step.x))
             group.check()
-        run_step(world, group, random_step(world, group.cfg, 2, 16), handle)
+        run_step(world, group, random_step(world, group.cfg, 2, 20), handle)
 
 
 @pytest.mark.parametrize("is_queued", [False, True])

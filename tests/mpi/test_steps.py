@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 from harness import examples, to_device, to_host
 from hypothesis import strategies as st
-from moe import Step, check_received, config, expected, poison, random_step, run_step, tagged_rows
+from moe import (
+    Step,
+    check_combined,
+    check_received,
+    config,
+    expected,
+    poison,
+    random_step,
+    run_experts,
+    run_step,
+    tagged_rows,
+)
 
 import cuep
 from cuep import jit, reference
@@ -118,6 +129,50 @@ def test_everything_to_one_expert(world: Any, groups: Any, mode: str) -> None:
     run_step(world, group, Step(full, weights, x)).close()
     full[:, 1], full[:, 0] = 3, -1
     run_step(world, group, Step(full, weights, x)).close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_like_the_last_one(world: Any, groups: Any, mode: str) -> None:
+    """The same arrays again and again, refilled, between calls of other kinds: each is what it would be on its own."""
+    group = groups(mode)
+    cfg = group.cfg
+    first, second = (random_step(world, cfg, seed, 6) for seed in (31, 32))
+    x, out = to_device(world, first.x.copy()), None
+    handle = group.create_handle(to_device(world, first.topk_idx), to_device(world, first.topk_weights))
+    unweighted = {} if mode == "ht" else {"topk_weights": None}
+
+    def check_step(step: Step, number: int, **options: Any) -> None:
+        nonlocal out
+        step.x = tagged_rows(world.rank, 6, cfg.hidden, number, cfg.dtype)
+        x[...] = to_device(world, step.x)
+        recv = handle.dispatch(x)
+        inputs, want = expected(world, cfg, step)
+        check_received(world, cfg, recv, want)
+        answers = run_experts(cfg, world, recv)
+        if out is None:
+            out = answers
+        out[...] = answers
+        y = handle.combine(out, **options)
+        group.check()
+        if not options:
+            check_combined(world, cfg, step, inputs, y)
+
+    for number in range(3):
+        check_step(first, number)
+    check_step(first, 3, **unweighted)
+    check_step(first, 4)
+    for number in range(5, 8):
+        handle.update(to_device(world, second.topk_idx), to_device(world, second.topk_weights))
+        check_step(second, number)
+        check_step(second, 10 + number)
+    with pytest.raises(cuep.ArgumentError, match="x has shape"):
+        handle.dispatch(x[:5])
+    check_step(second, 20)
+    if mode == "ll":
+        handle.dispatch(x, send_only=True)
+        handle.complete()
+        check_step(second, 21)
+    handle.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -252,9 +307,9 @@ def test_two_handles_at_once(world: Any, groups: Any, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_token_counts_compile_nothing(world: Any, mode: str) -> None:
     """F08: T and the most tokens are run-time values, in either of ll's variants for few and for many tokens."""
-    for most in (4, 16):
+    for most in (1, 4, 16, 20):
         with cuep.Group(world, config(mode, max_tokens_per_rank=most)) as group:
-            run_step(world, group, random_step(world, group.cfg, 0, 3))
+            run_step(world, group, random_step(world, group.cfg, 0, min(most, 3)))
     before = jit.stats.compiled
     for most in (1, 7, 64, 100):
         with cuep.Group(world, config(mode, max_tokens_per_rank=most)) as group:

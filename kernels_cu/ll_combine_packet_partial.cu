@@ -1,0 +1,156 @@
+// Low-latency combine, per_rank, for few tokens: as ll_combine_partial, but rows go home as packets that carry their
+// own flags (packet.cuh): the sender releases nothing, the owner polls the rows themselves. The same bits. Cost: four
+// thirds of a row over the link per (token, rank). serves: reduce=per_rank
+#include <cuep/base.cuh>
+#include <cuep/sync.cuh>
+#include <cuep/convert.cuh>
+#include <cuep/operation.cuh>
+
+#ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
+constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 320, kMinBlocks = 1;
+constexpr int kParts = 4;
+constexpr bool kIsRankMajor = false;
+using elem_t = cuep::bf16_t;
+#endif
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false elem_t=float
+CUEP_TUNABLE(kNumThreads, 320, 64);
+CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
+CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
+constexpr bool kIsPacket = true;
+#include <cuep/ll_partial.cuh>
+#include <cuep/packet.cuh>
+
+using namespace cuep;
+
+struct Params {
+    uint8_t* arena[kNumRanks];  // symmetric memory of every rank; offsets below are bytes into it
+    int64_t rows_offset;    // [num_banks, kNumRanks - 1, max_tokens] slots; rank s is at (s - rank - 1) mod kNumRanks
+    int64_t totals_offset;  // uint64 [num_banks, kNumRanks]: epoch, tokens answered | kHasGrads, or kRefused
+    int64_t done_offset;    // uint64 [num_banks, kNumRanks]: epoch that this peer has read
+    const uint8_t* expert_out;  // [local experts, kNumRanks * max_tokens] or, rank-major, [kNumRanks, max_tokens] rows
+    int64_t expert_out_stride;  // bytes between rows
+    const int32_t* ids;         // [max_tokens, kNumTopk] routing of this rank's tokens
+    const int32_t* own_slot;    // [max_tokens]
+    const int32_t* num_rows;    // [kNumRanks]
+    const int32_t* token_idx;   // [kNumRanks, max_tokens]
+    const int32_t* row_idx;     // expert-major [kNumRanks, max_tokens, kNumTopk]: row of expert_out, or -1
+    const float* recv_weights;  // expert-major [kNumRanks, max_tokens, kNumTopk]: from dispatch
+    const int32_t* recv_topk_idx;  // rank-major [kNumRanks, max_tokens, kNumTopk]: -1 where the expert is not here
+    const uint32_t*
+        row_weight_grads;    // float bits; one per row of expert_out or, rank-major, one per row and k; or null
+    uint32_t* weight_grads;  // [num_tokens, kNumTopk], or null
+    uint8_t* y;              // [num_tokens] rows, y_stride bytes apart
+    int64_t y_stride;
+    const uint8_t* bias[2];  // each [num_tokens] rows that are added to y, or null
+    int64_t bias_stride[2];
+    HandleState* state;
+    Control* control;
+    Report* report;
+    int64_t timeout_ns;
+    const uint8_t* num_tokens_at;  // int32 or int64, null: num_tokens counts
+    int32_t num_tokens;
+    int32_t max_tokens;
+    int32_t rank;
+    int32_t num_banks;  // a power of two
+    uint32_t handle;
+    uint32_t ticket;
+    bool is_count_int64;
+    bool is_weighted;  // false: weights count as 1
+    bool is_send;      // phases of this launch: both are a whole operation
+    bool is_receive;
+    bool is_refused;  // publish kRefused instead of sending
+};
+
+CUEP_LAUNCH_EARLY(kNumThreads, 0)
+
+constexpr int kSlotPackets = kRowPackets + kNumTopk;  // the row, then {gradient's bits} of each k
+
+CUEP_DEVICE uint4* slot_of(const Params& p, int dst, int bank, int src, int64_t token) {
+    const int peer = (src - dst - 1 + kNumRanks) % kNumRanks;
+    const int64_t at = (static_cast<int64_t>(bank) * kNumPeers + peer) * p.max_tokens + token;
+    return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset) + at * kSlotPackets;
+}
+
+CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
+    const int tid = threadIdx.x;
+    const uint32_t epoch = static_cast<uint32_t>(op.epoch);
+    send_answers(
+        p,
+        most,
+        answer,
+        s,
+        [&](const Answer& to, const uint4(&part)[kPiecesPerThread]) {
+            uint4* slot = slot_of(p, to.src, bank, p.rank, to.token);
+            store_packets(slot, part, epoch);
+            if (p.row_weight_grads == nullptr || tid >= kNumTopk || cuep::part() != 0) return;
+            const int64_t row = grad_row(p, to.at);
+            if (row >= 0) st_packet(slot + kRowPackets + tid, {p.row_weight_grads[row], 0, 0, epoch});
+        },
+        [](const Answer&) {});
+}
+
+// weight_grads[t, k] of this thread's k. False: gave up.
+CUEP_DEVICE bool take_gradient(const Params& p, const Operation& op, int t, const Term& term, const Shared& s) {
+    const int k = threadIdx.x;
+    uint4 packet = make_uint4(0, 0, 0, 0);
+    bool is_ok = true;
+    const int owner = term.expert < 0 ? -1 : term.expert / kNumLocalExperts;
+    if (owner == p.rank) {
+        packet.x = p.row_weight_grads[grad_row(p, own_row_of(p, term))];
+    } else if (owner >= 0) {
+        is_ok = wait_packets(op, [&](Missing& missing) {
+            packet = ld_packet(s.rows[owner] + kRowPackets + k);
+            note_missing(op, packet, owner, missing);
+        });
+    }
+    p.weight_grads[static_cast<int64_t>(t) * kNumTopk + k] = packet.x;
+    return is_ok;
+}
+
+// y[t]: adds in order of rank, waiting for the rows of peers. False: gave up.
+CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t, const Term& term, Shared& s) {
+    bool is_ok = true;
+#pragma unroll 1
+    for (int j = 0; j < kPiecesPerThread; j++) {
+        if (piece_at(j) >= kNumPieces) continue;
+        float sum[kElemsPerVec];
+        is_ok &= add_ranks(p, s, piece_at(j), sum, [&](int first, int piece, uint4(&v)[kRanksInFlight]) {
+            return wait_packets(op, [&](Missing& missing) {
+#pragma unroll
+                for (int i = 0; i < kRanksInFlight; i++) {
+                    if (first + i < kNumRanks && s.rows[first + i] != nullptr) {
+                        v[i] = ld_packet(s.rows[first + i] + piece);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kRanksInFlight; i++) {
+                    if (first + i < kNumRanks && s.rows[first + i] != nullptr) {
+                        note_missing(op, v[i], first + i, missing);
+                    }
+                }
+            });
+        });
+        write_sum(p, t, piece_at(j), sum);
+    }
+    if (p.weight_grads != nullptr && threadIdx.x < kNumTopk && part() == 0) is_ok &= take_gradient(p, op, t, term, s);
+    return !block_any(!is_ok);
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    ll_combine_packet_partial(const __grid_constant__ Params p) {
+    __shared__ Shared s;
+    combine(
+        p,
+        kIsRankMajor || p.is_weighted,
+        [&](Answer& answer) { look_up(p, answer); },
+        [&](const Answer& answer) { show(p, answer, s); },
+        [&](const Operation& op, int bank, int most, Answer& answer) { send(p, op, bank, most, answer, s); },
+        [&](int t, Term& term) { look_up_term(p, t, term); },
+        [&](Term& term) { follow(p, term); },
+        [&](int bank, int t, Term& term) {
+            find_rows(p, term, s, [&](int rank) { return slot_of(p, p.rank, bank, rank, t); });
+        },
+        [&](const Operation& op, int bank, int t, const Term& term) { return sum_token(p, op, bank, t, term, s); });
+}
