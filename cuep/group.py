@@ -78,7 +78,11 @@ class Group:
         self.num_local_experts = cfg.num_experts // self.num_ranks
         self.lock = threading.RLock()
         self._process = os.getpid()
-        self._last_stream: Stream | None = None
+        self._last_stream: Stream | None = (
+            None  # of the newest operation outside captures: the next one comes behind it
+        )
+        self._captured_stream: Stream | None = None  # of the newest inside one, and where it is probably replayed
+        self._call_stream: Stream | None = None  # of the newest call
         self._broken: CuepError | None = None
         self._tickets = itertools.count(1)
         self._in_flight: deque[tuple[int, tuple[Any, ...]]] = deque()
@@ -274,27 +278,33 @@ class Group:
 
     def put_behind(self, stream: Stream) -> None:
         """What is enqueued on `stream` from now on comes after the group's operations so far."""
-        last = self._last_stream
-        if last is not None and last.key != stream.key and not (stream.is_capturing() or last.is_capturing()):
-            stream.wait(last.record())
+        for other in (self._last_stream, self._captured_stream):
+            if other is not None and other.key != stream.key and not (stream.is_capturing() or other.is_capturing()):
+                stream.wait(other.record())
 
     def fallback_stream(self) -> Stream:
-        return self._last_stream or self.world.backend.stream(None)
+        return self._call_stream or self.world.backend.stream(None)
 
     def choose_stream(self, stream: Any, like: Any) -> Stream:
         """The stream of an operation, put behind the group's previous one."""
         chosen: Stream = self.world.backend.stream(stream, like)
-        self.put_behind(chosen)
+        self._call_stream = chosen
+        known = (self._last_stream, self._captured_stream)
+        if any(other is not None and other.key != chosen.key for other in known) or self._last_stream is None:
+            if chosen.is_capturing():  # nothing of it runs now, and eager work goes on where it was
+                self._captured_stream = chosen
+                return chosen
+            self.put_behind(chosen)
         self._last_stream = chosen
         return chosen
 
     def view(self, array: Any, name: str, *, is_written: bool = False) -> View:
         """An argument of the call whose stream was chosen last."""
-        return view(array, name, self.world.backend, self._last_stream, is_written=is_written)
+        return view(array, name, self.world.backend, self._call_stream, is_written=is_written)
 
     def export(self, array: Array, framework: str) -> Any:
         """A result of the call whose stream was chosen last, as an array of `framework`."""
-        return export(array, framework, self.world.backend, self._last_stream)
+        return export(array, framework, self.world.backend, self._call_stream)
 
     def take_ticket(self, *objects: Any) -> int:
         """Number a launch, and keep what it reads and writes until the device says that it is over."""
@@ -320,10 +330,11 @@ class Group:
         """Lock the group and wait for everything enqueued so far."""
         with self.lock:
             self._check_usable()
-            if self._last_stream is not None:
-                if self._last_stream.is_capturing():
-                    raise OrderError(f"{call} waits for the device, which a stream capture does not allow")
-                self._last_stream.synchronize()
+            if self._call_stream is not None and self._call_stream.is_capturing():
+                raise OrderError(f"{call} waits for the device, which a stream capture does not allow")
+            for stream in {self._last_stream, self._captured_stream, self._call_stream}:
+                if stream is not None:
+                    stream.synchronize()
             self.raise_pending()
             self._check_epochs()
             self._release_finished(is_idle=True)

@@ -105,6 +105,7 @@ class Handle:
         self._is_fresh = True  # its state on the device is still to be cleared
         self._newest = 0  # ticket of the newest launch on this handle
         self._sent: CombineCall | arrays.View | None = None  # what complete() still reads
+        self._into: arrays.View | None = None  # dispatch's out, which it writes
         self._export: Callable[[], Any] | None = None  # makes what complete() returns
         self._exports: dict[tuple[str, str, int], Any] = {}
         #: operation -> its last call: signature of the array, and what makes that call again; None if it had options
@@ -188,6 +189,7 @@ class Handle:
                 is_plain = out is None and not send_only
                 repeat = self._repeater("dispatch", x) if is_plain else None
                 if repeat is None:
+                    self._plain_calls.pop("dispatch", None)
                     view = group.view(x, "x")
                     into = None if out is None else group.view(out, "out", is_written=True)
                     self._check_dispatch(view, into, send_only=send_only)
@@ -206,7 +208,7 @@ class Handle:
             self._stage = Stage.DISPATCHED
             if send_only:
                 group.begin_pending(self)
-                self._begin_pending("dispatch", view, partial(self._received, arrays.framework(x), out))
+                self._begin_pending("dispatch", view, partial(self._received, arrays.framework(x), out), into)
             group.leave(chosen)
             return self._received(arrays.framework(x), out)
 
@@ -267,6 +269,7 @@ class Handle:
                 is_plain = is_plain and bias is None and row_weight_grads is None and out is None
                 repeat = self._repeater("combine", expert_out) if is_plain else None
                 if repeat is None:
+                    self._plain_calls.pop("combine", None)
                     view = group.view(expert_out, "expert_out")
                     group.mode.check_expert_out(self, view)
                     self._check_send_only(send_only)
@@ -311,11 +314,11 @@ class Handle:
             like = sent.expert_out if isinstance(sent, CombineCall) else sent
             chosen = group.choose_stream(stream, None if like is None else like.owner)
             self._plain_calls.clear()
-            self._newest = group.mode.complete(self, chosen, sent)
+            self._newest = group.mode.complete(self, chosen, sent, self._into)
             assert self._export is not None
             export = self._export
             group.end_pending(self)
-            self.pending = self._sent = self._export = None
+            self.pending = self._sent = self._export = self._into = None
             group.leave(chosen)
             return export()
 
@@ -392,7 +395,7 @@ class Handle:
                 self.arrays, self._y_view = {}, None
                 self._exports = {}
                 self._plain_calls = {}
-                self._sent = self._export = None
+                self._sent = self._export = self._into = None
 
     def _take_routing(self, topk_idx: Any, topk_weights: Any, num_tokens: Any) -> None:
         group, cfg = self._group, self._group.cfg
@@ -464,6 +467,7 @@ class Handle:
             shape = group.mode.row_weight_grads_shape(self)
             arrays.check_shape(grads, "row_weight_grads", shape, ("float32",))
             _check_contiguous(grads, "row_weight_grads")
+        group.mode.check_takes("combine", bias=bool(given), row_weight_grads=grads is not None)
         y = self._y_view if out is None else self._check_output_like(out, "out", is_written=True)
         written, what = arrays.rows_of(y), "out" if out is not None else "this handle's own y"
         for name, read in (("expert_out", expert_out), ("topk_weights", weights), ("row_weight_grads", grads)):
@@ -487,8 +491,14 @@ class Handle:
         if send_only and self._group.cfg.mode != "ll":
             raise ArgumentError("send_only=True is not allowed with mode='ht'; allowed: False")
 
-    def _begin_pending(self, operation: str, sent: CombineCall | arrays.View, export: Callable[[], Any]) -> None:
-        self.pending, self._sent, self._export = operation, sent, export
+    def _begin_pending(
+        self,
+        operation: str,
+        sent: CombineCall | arrays.View,
+        export: Callable[[], Any],
+        into: arrays.View | None = None,
+    ) -> None:
+        self.pending, self._sent, self._export, self._into = operation, sent, export, into
 
     def _check_not_pending(self, call: str) -> None:
         if self.pending is not None:

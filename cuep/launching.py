@@ -72,8 +72,13 @@ def set_combine(record: FastRecord, handle: Handle, call: CombineCall, row_strid
     for name, value in optional.items():
         if name in record.names:
             record[name] = value
-        elif name in ("bias", "row_weight_grads") and value not in (0, (0, 0)):
-            raise ArgumentError(f"combine: this variant of the kernel does not take {name}")
+
+
+def check_takes(record: FastRecord, op: str, **options: bool) -> None:
+    """ArgumentError if the kernel of `op` has no Params field for an option that is used."""
+    for name, is_used in options.items():
+        if is_used and name not in record.names:
+            raise ArgumentError(f"{op}: this variant of the kernel does not take {name}")
 
 
 def _pair(values: list[int]) -> tuple[int, int]:
@@ -181,6 +186,8 @@ def changed(record: FastRecord, **values: Any) -> Iterator[None]:
     before = {name: record[name] for name in names}
     for name in names:
         record[name] = values[name]
-    yield
-    for name in names:
-        record[name] = before[name]
+    try:
+        yield
+    finally:
+        for name in names:
+            record[name] = before[name]

@@ -17,6 +17,7 @@ from cuep.launching import (
     CombineCall,
     KernelSpec,
     changed,
+    check_takes,
     elem_type,
     load_kernels,
     set_combine,
@@ -33,6 +34,7 @@ _DISPATCH_REGIONS = ("rows", "headers", "flags", "counts", "totals", "done")
 _COMBINE_REGIONS = ("rows", "grads", "flags", "totals", "done")
 _OF_SOME_FORMS = ("row_idx", "recv_weights", "recv_topk_idx", "recv_topk_weights")  # null in the others
 _LEAST_BLOCKS = 4  # with fewer no block shares a row
+_OPS = ("dispatch", "combine")
 _RECEIVED = ("tokens", "expert_counts", "src_rank_counts", "source", "total")
 
 
@@ -64,10 +66,12 @@ class LowLatency:
             "kRowBytes": cfg.combine_row_bytes,
             "elem_t": elem_type(str(cfg.combine_dtype)),
         }
-        forms: dict[str, Constant] = {"kIsRankMajor": is_rank_major}
+        forms = {op: {"kIsRankMajor": is_rank_major, "kHasPacketSlots": layout.uses_packets(cfg, op)} for op in _OPS}
         most_blocks = group.world.backend.num_processors  # more would take turns in waiting
         specs = [
-            KernelSpec(op, layout.variant(cfg, op), shape | rows | forms, self._tunables(op, row_bytes), most_blocks)
+            KernelSpec(
+                op, layout.variant(cfg, op), shape | rows | forms[op], self._tunables(op, row_bytes), most_blocks
+            )
             for op, rows, row_bytes in (
                 ("dispatch", rows_out, cfg.row_bytes),
                 ("combine", rows_home, cfg.combine_row_bytes),
@@ -140,6 +144,10 @@ class LowLatency:
         zones, rows, _ = self._combine_shape
         return (zones, rows, cfg.num_topk) if cfg.layout == "rank_major" else (zones, rows)
 
+    def check_takes(self, op: str, **options: bool) -> None:
+        """ArgumentError if this variant of combine has no place for an option that is used."""
+        check_takes(self._refusal.combine, op, **options)
+
     def combine(self, handle: Handle, call: CombineCall, stream: Stream, *, send_only: bool) -> int:
         record = handle.state.combine
         set_combine(record, handle, call, call.expert_out.strides[1])
@@ -147,21 +155,23 @@ class LowLatency:
             record["weights"] = call.weights.address
         elif "weights" in record.names:  # "per_rank" uses those that came with the rows
             record["weights"] = handle.addresses["weights"] if call.is_weighted else 0
+        record["routing"] = handle.routing
         record["is_send"], record["is_receive"] = True, not send_only
         return self._combine.launch(record, stream, handle.arrays, *call.objects())
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
         self._combine.refuse(handle.state.combine, stream, handle.arrays)
 
-    def complete(self, handle: Handle, stream: Stream, sent: Any) -> int:
-        """The receive phase of the handle's pending operation, with the Params of its send."""
+    def complete(self, handle: Handle, stream: Stream, *kept: Any) -> int:
+        """The receive phase of the handle's pending operation, with the Params of its send. kept: what it reads and
+        writes beside the handle's own."""
         is_dispatch = handle.pending == "dispatch"
         kernel = self._dispatch if is_dispatch else self._combine
         record = handle.state.dispatch if is_dispatch else handle.state.combine
         set_count(record, handle)
-        kept = {"topk_idx": handle.addresses["ids"], "topk_weights": handle.addresses["weights"], "is_int64": False}
-        with changed(record, is_send=False, is_receive=True, **(kept if is_dispatch else {})):
-            return kernel.launch(record, stream, handle.arrays, sent)
+        own = {"topk_idx": handle.addresses["ids"], "topk_weights": handle.addresses["weights"], "is_int64": False}
+        with changed(record, is_send=False, is_receive=True, **(own if is_dispatch else {})):
+            return kernel.launch(record, stream, handle.arrays, *kept)
 
     def received(self, handle: Handle) -> dict[str, Array]:
         fields = {name: handle.arrays[name] for name in _RECEIVED if name in handle.arrays}
@@ -178,7 +188,11 @@ class LowLatency:
         group, cfg = self._group, self._group.cfg
         own = dict.fromkeys(_OF_SOME_FORMS, 0) | group.handle_values(handle)
         own |= {"max_tokens": cfg.max_tokens_per_rank, "num_banks": cfg.num_buffers}
-        own |= {"is_global_ids": cfg.expert_ids == "global", "tokens_stride": cfg.row_bytes}
+        own |= {
+            "is_alone": cfg.num_sms is None,
+            "is_global_ids": cfg.expert_ids == "global",
+            "tokens_stride": cfg.row_bytes,
+        }
         offsets = group.arena.offsets
         dispatch = own | {f"{name}_offset": offsets.get(f"dispatch_{name}", 0) for name in _DISPATCH_REGIONS}
         combine = own | {f"{name}_offset": offsets[f"combine_{name}"] for name in _COMBINE_REGIONS}

@@ -10,13 +10,15 @@
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 320, kMinBlocks = 1;
 constexpr int kParts = 4;
 using elem_t = cuep::bf16_t;
+constexpr bool kHasPacketSlots = true;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kHasPacketSlots=true
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = true;
+static_assert(kIsPacket == kHasPacketSlots, "cuep/layout.py lays out slots of packets for variants named packet...");
 #include <cuep/ll_exact.cuh>
 #include <cuep/packet.cuh>
 
@@ -25,7 +27,7 @@ using namespace cuep;
 struct Params {
     uint8_t* arena[kNumRanks];         // symmetric memory of every rank; offsets below are bytes into it
     int64_t rows_offset;               // [num_banks, max_tokens, kNumTopk] slots
-    int64_t totals_offset;             // uint64 [num_banks, kNumRanks]: epoch, tokens answered | kHasGrads, or kRefused
+    int64_t totals_offset;             // uint64 [num_banks, kNumRanks]: epoch, kind of call or kRefused
     int64_t done_offset;               // uint64 [num_banks, kNumRanks]: epoch that this peer has read
     const uint8_t* expert_out;         // [local experts, kNumRanks * max_tokens] rows, as dispatch gave them
     int64_t expert_out_stride;         // bytes between rows
@@ -52,10 +54,12 @@ struct Params {
     int32_t num_banks;  // a power of two
     uint32_t handle;
     uint32_t ticket;
+    uint32_t routing;  // number of the routing that is combined, modulo 32
     bool is_count_int64;
     bool is_send;  // phases of this launch: both are a whole operation
     bool is_receive;
     bool is_refused;  // publish kRefused instead of sending
+    bool is_alone;    // no other group shares the device: the next kernel may be set up early
 };
 
 CUEP_LAUNCH_EARLY(kNumThreads, 0)

@@ -12,13 +12,15 @@
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
 constexpr bool kIsRankMajor = false;
 using elem_t = cuep::bf16_t;
+constexpr bool kHasPacketSlots = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false elem_t=float
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false elem_t=float kHasPacketSlots=false
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = false;
+static_assert(kIsPacket == kHasPacketSlots, "cuep/layout.py lays out slots of packets for variants named packet...");
 constexpr int kParts = 1;
 #include <cuep/ll_partial.cuh>
 
@@ -28,7 +30,7 @@ struct Params {
     uint8_t* arena[kNumRanks];  // symmetric memory of every rank; offsets below are bytes into it
     int64_t rows_offset;    // [num_banks, kNumRanks - 1, max_tokens] rows; rank s is at (s - rank - 1) mod kNumRanks
     int64_t flags_offset;   // uint64 [num_banks, kNumRanks, max_tokens]: epoch
-    int64_t totals_offset;  // uint64 [num_banks, kNumRanks]: epoch, tokens answered | kHasGrads, or kRefused
+    int64_t totals_offset;  // uint64 [num_banks, kNumRanks]: epoch, kind of call or kRefused
     int64_t done_offset;    // uint64 [num_banks, kNumRanks]: epoch that this peer has read
     int64_t grads_offset;   // float [num_banks, max_tokens, kNumTopk]
     const uint8_t* expert_out;  // [local experts, kNumRanks * max_tokens] or, rank-major, [kNumRanks, max_tokens] rows
@@ -58,11 +60,13 @@ struct Params {
     int32_t num_banks;  // a power of two
     uint32_t handle;
     uint32_t ticket;
+    uint32_t routing;  // number of the routing that is combined, modulo 32
     bool is_count_int64;
     bool is_weighted;  // false: weights count as 1
     bool is_send;      // phases of this launch: both are a whole operation
     bool is_receive;
     bool is_refused;  // publish kRefused instead of sending
+    bool is_alone;    // no other group shares the device: the next kernel may be set up early
 };
 
 CUEP_LAUNCH_EARLY(kNumThreads, 0)

@@ -10,13 +10,15 @@
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
 constexpr bool kIsRankMajor = false;
+constexpr bool kHasPacketSlots = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kHasPacketSlots=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kHasPacketSlots=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kHasPacketSlots=false
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = false;
+static_assert(kIsPacket == kHasPacketSlots, "cuep/layout.py lays out slots of packets for variants named packet...");
 constexpr int kParts = 1;
 #include <cuep/ll_deliver.cuh>
 
@@ -67,6 +69,7 @@ struct Params {
     bool is_send;        // phases of this launch: both are a whole operation
     bool is_receive;
     bool is_refused;  // publish kRefused instead of sending
+    bool is_alone;    // no other group shares the device: the next kernel may be set up early
 };
 
 CUEP_LAUNCH_EARLY(kNumThreads, 0)

@@ -9,14 +9,16 @@
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 320, kMinBlocks = 1;
 constexpr int kParts = 4;
 constexpr bool kIsRankMajor = false;
+constexpr bool kHasPacketSlots = true;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kHasPacketSlots=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kHasPacketSlots=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kHasPacketSlots=true
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = true;
+static_assert(kIsPacket == kHasPacketSlots, "cuep/layout.py lays out slots of packets for variants named packet...");
 #include <cuep/ll_deliver.cuh>
 #include <cuep/packet.cuh>
 
@@ -65,6 +67,7 @@ struct Params {
     bool is_send;        // phases of this launch: both are a whole operation
     bool is_receive;
     bool is_refused;  // publish kRefused instead of sending
+    bool is_alone;    // no other group shares the device: the next kernel may be set up early
 };
 
 CUEP_LAUNCH_EARLY(kNumThreads, 0)

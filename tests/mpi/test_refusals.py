@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import to_device
-from moe import check_received, config, expected, random_step, run_step
+from harness import to_device, to_host
+from moe import check_combined, check_received, config, expected, random_step, run_experts, run_step
 
 import cuep
 
@@ -317,3 +317,33 @@ def test_a_broken_group_sends_no_more(world: Any, mode: str) -> None:
         group.check()
     world.comm.barrier()
     group.close()
+
+
+def test_a_refused_call_between_two_alike(world: Any) -> None:
+    """What a refused dispatch(out=) or combine(bias=) had set is not there at the next good call."""
+    with cuep.Group(world, config("ll")) as group:
+        step = random_step(world, group.cfg, 1, 5)
+        handle = group.create_handle(to_device(world, step.topk_idx), to_device(world, step.topk_weights))
+        x = to_device(world, step.x)
+        inputs, want = expected(world, group.cfg, step)
+        for _ in range(3):
+            recv = handle.dispatch(x)
+            answers = run_experts(group.cfg, world, recv)
+        own = handle.arrays["tokens"]
+        out = world.backend.zeros(own.shape, own.dtype)
+        inside = out.reshape(-1, group.cfg.hidden)[3 : 3 + len(step.x)]
+        with pytest.raises(cuep.ArgumentError, match="x lies in out"):
+            handle.dispatch(inside, out=out)
+        own[...] = float("nan")
+        world.backend.synchronize()
+        check_received(world, group.cfg, handle.dispatch(x), want)
+        assert not to_host(world, out).any()
+        handle.combine(answers)
+        handle.dispatch(x)
+        y = handle.combine(answers)
+        handle.dispatch(x)
+        with pytest.raises(cuep.ArgumentError, match="bias has shape"):
+            handle.combine(answers, bias=y[:1])
+        handle.dispatch(x)
+        check_combined(world, group.cfg, step, inputs, handle.combine(answers))
+        group.check()

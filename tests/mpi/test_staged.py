@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -206,3 +207,61 @@ def test_a_combine_too_many(world: Any, is_refusal_near: bool) -> None:
         if not is_refusal_near:
             batches[1].finish()
         run_step(world, group, random_step(world, group.cfg, 9, 9))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reduce", ["exact", "per_rank"])
+def test_ranks_that_combine_different_handles(world: Any, reduce: str) -> None:
+    """One rank's send_only combine is refused, the other's is pending: their next combines are not the same one."""
+    settings = {"num_experts": 2, "num_topk": 1, "hidden": 64, "dtype": "float32", "num_buffers": 1, "timeout_s": 5}
+    group = cuep.Group(world, config("ll", reduce=reduce, **settings))
+    handles, rows = [], []
+    for number in range(3):
+        handles.append(group.create_handle(to_device(world, np.full((2, 1), 1 - world.rank, np.int32))))
+        x = to_device(world, np.full((2, 64), number, np.float32))
+        rows.append(handles[-1].dispatch(x).tokens.copy())
+    errors: list[str] = []
+
+    def attempt(call: Any, *args: Any, **options: Any) -> None:
+        try:
+            call(*args, **options)
+            group.check()
+        except cuep.CuepError as error:
+            errors.append(type(error).__name__ + ": " + str(error))
+
+    attempt(handles[0].combine, rows[0][:, :1] if world.rank == 0 else rows[0], send_only=True)
+    attempt(handles[1].combine, rows[1])
+    if world.rank == 1:
+        attempt(handles[0].complete)
+        attempt(handles[2].combine, rows[2])
+    world.comm.barrier()
+    group.abandon()
+    assert any("the ranks are at handles of different" in text for text in errors), errors
+
+
+@pytest.mark.ranks(2)
+def test_out_lives_until_it_is_written(world: Any) -> None:
+    """complete() writes what dispatch(out=) named, though the caller has let go of it."""
+    with cuep.Group(world, config("ll")) as group:
+        stream = world.stream()
+        step = random_step(world, group.cfg, 1, 5)
+        handles = [group.create_handle(to_device(world, step.topk_idx), stream=stream) for _ in range(2)]
+        for handle in handles:
+            handle.dispatch(to_device(world, step.x), stream=stream)
+        world.backend.stream(stream).synchronize()
+        world.comm.barrier()
+        if world.rank == 1:
+            time.sleep(1)
+        out = world.backend.empty(handles[0].arrays["tokens"].shape, handles[0].arrays["tokens"].dtype)
+        alive = weakref.ref(out)
+        x = to_device(world, step.x)
+        handles[0].dispatch(x, out=out, send_only=True, stream=stream)
+        del out
+        handles[0].complete(stream=stream)
+        if world.rank == 0:
+            time.sleep(0.5)  # its kernel waits for the other rank
+            handles[1].update(to_device(world, step.topk_idx), stream=stream)
+            assert alive() is not None
+        else:
+            handles[1].update(to_device(world, step.topk_idx), stream=stream)
+        group.check()

@@ -83,6 +83,7 @@ CUEP_DEVICE int first_to_receive() {
 template <class Params>
 CUEP_DEVICE void begin_launch(const Params& p) {
     wait_for_earlier_kernels();
+    if (p.is_alone) let_next_kernel_begin();
     if (is_clerk() && threadIdx.x == 0) st_relaxed_sys(&p.report->ticket, p.ticket - 1);
 }
 
@@ -173,6 +174,16 @@ CUEP_DEVICE Bank wait_bank(const Params& p, const Operation& op, int bank, const
     return ask_for_bank<kMayBeTaken>(p, op, bank, standing.is_settled, is_off);
 }
 
+// In a total: which of the group's routings the operation is on, modulo 32, so that ranks which work on different
+// handles find out. Below it is what the operation says, and bits 29 and 30.
+constexpr int kRoutingShift = 24;
+constexpr uint32_t kRoutingBits = 31u << kRoutingShift;
+
+template <class Params>
+CUEP_DEVICE uint32_t routing_bits(const Params& p) {
+    return p.routing << kRoutingShift;
+}
+
 // In a total: this rank has received all that it sent before this operation, so what lies in the banks of earlier ones
 // may be written over once this one is received. (kRefused says nothing: then the done words are asked.)
 constexpr uint32_t kSettled = 1u << 31;
@@ -191,20 +202,21 @@ CUEP_DEVICE bool is_last_to_begin(const Operation& op) {
 
 // What every rank says of its part; in shared memory.
 struct Totals {
-    uint32_t of[kNumRanks];  // how much it sends, or kRefused
+    uint32_t of[kNumRanks];  // how much it sends, or kRefused, or kMispaired
     bool are_settled[kNumRanks];
 };
 
-// False: gave up, or is_ok was false for a thread, which may have waited for other words. decode(word) is what is kept
-// of a total.
-template <class Params, class Decode>
-CUEP_DEVICE bool wait_totals(
-    const Params& p, const Operation& op, int bank, bool is_ok, Totals& totals, Decode decode) {
+constexpr uint32_t kMispaired = kRefused - 1;  // in place of a total: a rank works on another routing
+
+// False: gave up, or is_ok was false for a thread, which may have waited for other words.
+template <class Params>
+CUEP_DEVICE bool wait_totals(const Params& p, const Operation& op, int bank, bool is_ok, Totals& totals) {
     const int tid = threadIdx.x;
     if (tid < kNumRanks) {
         uint32_t total = 0;
         is_ok &= wait_word(op, total_of(p, p.rank, bank, tid), tid, total);
-        totals.of[tid] = total == kRefused ? total : decode(total & ~kSettled);
+        const bool is_paired = (total & kRoutingBits) == routing_bits(p);
+        totals.of[tid] = total == kRefused ? total : is_paired ? total & ~(kSettled | kRoutingBits) : kMispaired;
         totals.are_settled[tid] = total != kRefused && (total & kSettled) != 0;
     }
     return !block_any(!is_ok);
@@ -218,6 +230,14 @@ CUEP_DEVICE int refusing_rank(const Params& p, const Totals& totals) {
         if (totals.of[r] == kRefused) return r;
     }
     return -1;
+}
+
+// Whether a rank works on another routing: after calls that were refused between the phases of a pending operation,
+// ranks may be one operation apart.
+CUEP_DEVICE bool is_mispaired(const Totals& totals) {
+    bool is_any = false;
+    for (int r = 0; r < kNumRanks; r++) is_any |= totals.of[r] == kMispaired;
+    return is_any;
 }
 
 // One thread, when an operation or its send phase is over but for other blocks, which look at none of this any more.

@@ -27,15 +27,14 @@ CUEP_DEVICE void refuse_combine(const Params& p) {
     report_refusal(p, Op::kCombine, Cause::kBankTaken, p.state->refused_by);
 }
 
-// How much this rank sends to each, or that it refused; by one block (pairs with wait_totals).
+// What this rank's call is, or that it refused; by one block (pairs with wait_totals).
 template <class Params>
 CUEP_DEVICE void publish_totals(
     const Params& p, const Operation& op, int bank, const Standing& standing, bool is_weighted) {
     const int tid = threadIdx.x;
     if (tid >= kNumRanks) return;
     const uint32_t flags = (p.row_weight_grads == nullptr ? 0 : kHasGrads) | (is_weighted ? 0 : kUnweighted);
-    const uint32_t total =
-        p.is_refused ? kRefused : static_cast<uint32_t>(p.num_rows[tid]) | flags | settled_bit(standing);
+    const uint32_t total = p.is_refused ? kRefused : flags | routing_bits(p) | settled_bit(standing);
     st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
 }
 
@@ -49,6 +48,7 @@ template <class Params>
 CUEP_DEVICE Verdict verdict_of(const Params& p, const Totals& totals) {
     const int refused_by = refusing_rank(p, totals);
     if (refused_by >= 0) return {refused_by, Cause::kCall};
+    if (is_mispaired(totals)) return {p.rank, Cause::kMispaired};
     uint32_t differs = 0;
     for (int r = 0; r < kNumRanks; r++) differs |= (totals.of[r] ^ totals.of[0]) & (kHasGrads | kUnweighted);
     return {differs == 0 ? -1 : p.rank, differs & kHasGrads ? Cause::kGradsDiffer : Cause::kWeightsDiffer};
@@ -249,7 +249,7 @@ CUEP_DEVICE void combine(const Params& p,
     Verdict verdict{-1, Cause::kCall};
     if (p.is_receive) {
         if (first_token < count) prepare(bank, first_token, term);
-        if (!wait_totals(p, op, bank, true, totals, [](uint32_t total) { return total; })) return;
+        if (!wait_totals(p, op, bank, true, totals)) return;
         verdict = verdict_of(p, totals);
         const int num_tokens = verdict.refused_by < 0 ? count : 0;
         for (int t = first_token; t < num_tokens; t += num_teams()) {

@@ -6,11 +6,6 @@
 
 namespace cuep {
 
-// A word of totals: slots used, and which of the group's routings this is, modulo 32, so that ranks which dispatch
-// different handles find out. (Bit 30 is 0, so no total is kRefused.)
-constexpr int kRoutingShift = 25;
-constexpr uint32_t kMispaired = kRefused - 1;  // in place of a total: a rank dispatches another routing
-
 // A token on its way out.
 struct Token {
     uint4 row[kPiecesPerThread];  // this thread's pieces
@@ -188,7 +183,7 @@ CUEP_DEVICE void publish_counts(const Params& p,
     if (tid < kNumRanks) {  // pairs with wait_totals
         const bool is_refused = p.is_refused || is_over || count == kBadTokenCount;
         const uint32_t num_slots = static_cast<uint32_t>(counts.ranks[tid]);
-        const uint32_t total = is_refused ? kRefused : num_slots | p.routing << kRoutingShift | settled_bit(standing);
+        const uint32_t total = is_refused ? kRefused : num_slots | routing_bits(p) | settled_bit(standing);
         st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
     }
     if (tid == 0 && is_new_routing(p)) p.state->num_tokens = count;
@@ -245,9 +240,7 @@ CUEP_DEVICE bool wait_slots(const Params& p, const Operation& op, int bank, Coun
             is_ok &= wait_count(p, op, bank, src, e, counts.experts[e * kNumRanks + src]);
         }
     }
-    return wait_totals(p, op, bank, is_ok, counts.totals, [&](uint32_t total) {
-        return total >> kRoutingShift == p.routing ? total & ((1u << kRoutingShift) - 1) : kMispaired;
-    });
+    return wait_totals(p, op, bank, is_ok, counts.totals);
 }
 
 // Who keeps this dispatch from being one, or -1, and why, where this rank itself finds it.
@@ -260,9 +253,7 @@ template <class Params>
 CUEP_DEVICE DispatchVerdict verdict_of(const Params& p, int count, const Counts& counts) {
     const int refused_by = refusing_rank(p, counts.totals);
     if (refused_by >= 0) return {refused_by, count < 0 ? Cause::kTokenCount : Cause::kZoneFull};
-    for (int r = 0; r < kNumRanks; r++) {
-        if (counts.totals.of[r] == kMispaired) return {p.rank, Cause::kMispaired};
-    }
+    if (is_mispaired(counts.totals)) return {p.rank, Cause::kMispaired};
     return {-1, Cause::kCall};
 }
 

@@ -118,6 +118,7 @@ CUEP_DEVICE uint64_t now_ns() {
 }
 
 CUEP_DEVICE void wait_for_earlier_kernels() {}
+CUEP_DEVICE void let_next_kernel_begin() {}
 
 CUEP_DEVICE uint4 load_streaming(const uint4* ptr) {
     return *ptr;
@@ -165,11 +166,16 @@ CUEP_DEVICE uint64_t now_ns() {
     return ns;
 }
 
-// First in a kernel with CUEP_LAUNCH_EARLY: what comes before it in its stream is complete and visible afterwards, and
-// the kernel behind it may be set up from now on.
+// First in a kernel with CUEP_LAUNCH_EARLY: what comes before it in its stream is complete and visible afterwards.
 CUEP_DEVICE void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The kernel behind this one may be set up from now on, and holds its share of the device while this one waits.
+CUEP_DEVICE void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
