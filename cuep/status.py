@@ -76,8 +76,8 @@ class Refusal:
             )
         if self.cause is Cause.MISPAIRED:
             return OrderError(
-                f"{self.operation}: the ranks are at handles of different create_handle or update calls, as happens when"
-                " one of these was refused while another handle had yet to be dispatched, or when one rank's part of a"
+                f"{self.operation}: the ranks are at handles of different create_handle or update calls, as happens"
+                " when one of these was refused while another handle had yet to be dispatched, or one rank's part of a"
                 " send_only call was refused and the others went on before completing theirs; nothing was sent"
             )
         if self.cause is Cause.WEIGHTS_DIFFER:

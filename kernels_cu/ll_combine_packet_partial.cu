@@ -1,6 +1,7 @@
 // Low-latency combine, per_rank, for few tokens: as ll_combine_partial, but rows go home as packets that carry their
 // own flags (packet.cuh): the sender releases nothing, the owner polls the rows themselves. The same bits. Cost: four
-// thirds of a row over the link per (token, rank). serves: reduce=per_rank
+// thirds of a row over the link per (token, rank).
+// serves: reduce=per_rank
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/convert.cuh>

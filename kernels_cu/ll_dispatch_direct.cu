@@ -1,8 +1,8 @@
 // Low-latency dispatch. A block takes a token, keeps its row in registers and stores it once into a slot of every rank
 // that owns one of its experts; the slot's flag carries the epoch and the token. Slots of a source are dense and in
 // order of its tokens. One block publishes how many rows each expert gets from this rank. Cost: one row over the link
-// per (token, rank), and one local copy per (token, expert) or, rank-major, per (token, rank). serves:
-// layout=expert_major serves: layout=rank_major
+// per (token, rank), and one local copy per (token, expert) or, rank-major, per (token, rank).
+// serves: layout=expert_major,rank_major
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/operation.cuh>

@@ -1,6 +1,7 @@
 // Low-latency dispatch for few tokens: as ll_dispatch_direct, but rows and headers travel as packets that carry their
 // own flags (packet.cuh), so the sender releases nothing and the receiver polls the row itself. Cost: four thirds of a
-// row over the link per (token, rank), and local copies as there. serves: layout=expert_major serves: layout=rank_major
+// row over the link per (token, rank), and local copies as there.
+// serves: layout=expert_major,rank_major
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/operation.cuh>
