@@ -45,7 +45,9 @@ class View:
 
 
 def _itemsize(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize  # NumPy alone does not know bfloat16
+    if dtype.startswith("float8"):  # NumPy alone does not know these two
+        return 1
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 _frameworks: dict[type, str] = {}
@@ -165,13 +167,13 @@ def _view_torch(tensor: Any, name: str, backend: Backend) -> View:
     return View(tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2], strides, tensor)
 
 
-def export(array: Array, like: str, backend: Backend, stream: Stream | None = None) -> Any:
+def export(array: Array, like: str, backend: Backend, stream: Stream | None = None, dtype: str | None = None) -> Any:
     """The same memory as an array of framework `like`; unknown frameworks get the backend's own array.
 
-    stream: which fills it: JAX's own work is put behind it.
+    stream: which fills it: JAX's own work is put behind it. dtype: what bytes stand for, where the framework has that.
     """
     if like == "torch":
-        return _export_torch(array, backend)
+        return _export_torch(array, backend, dtype)
     if like in _JAX:
         return _export_jax(array, backend, stream)
     if like == "numba" and backend.name == "cuda" and array.dtype.name != "bfloat16":  # which Numba has no arrays of
@@ -181,9 +183,11 @@ def export(array: Array, like: str, backend: Backend, stream: Stream | None = No
     return array
 
 
-def _export_torch(array: Array, backend: Backend) -> Any:
+def _export_torch(array: Array, backend: Backend, dtype: str | None) -> Any:
     import torch
 
+    if dtype is not None and dtype.startswith("float8"):
+        return _export_torch(array.view(np.uint8), backend, None).view(getattr(torch, dtype))
     if backend.name == "cuda":
         return torch.from_dlpack(array)
     if array.dtype.name == "bfloat16":  # NumPy has no DLPack code for it

@@ -72,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (%(default)s)")
     bench.add_argument("--layout", help="ll: expert_major or rank_major; ht: flat or expert_major (default: the first)")
     bench.add_argument("--reduce", help="exact or per_rank (default: the layout's)")
+    bench.add_argument(
+        "--quant", help="fp8_block128: rows are quantised while they are sent (ll; default: they are not)"
+    )
     bench.add_argument("--alignment", type=_count, default=1, help="of zones, ht expert_major (%(default)s)")
     bench.add_argument("--num-sms", type=_count, help="blocks a kernel may use (default: cuep's choice)")
     bench.add_argument("--graph", action=argparse.BooleanOptionalAction, help="replay CUDA graphs (default on a GPU)")
@@ -151,6 +154,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
         dtype=options.dtype,
         layout=options.layout,
         reduce=options.reduce,
+        quant=options.quant,
         alignment=options.alignment,
         num_sms=options.num_sms,
         graph=is_gpu and options.graph is not False,

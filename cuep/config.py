@@ -13,6 +13,8 @@ from cuep import env
 from cuep.errors import ArgumentError
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+QUANT_BLOCK = 128  # values that share a scale
+SCALE_BYTES = {"fp32": 4, "ue8m0": 1}
 _LAYOUTS = {"ll": ("expert_major", "rank_major"), "ht": ("flat", "expert_major")}
 _REDUCES = {  # of each form, the first is what None means
     ("ll", "expert_major"): ("exact", "per_rank"),
@@ -61,6 +63,10 @@ class GroupConfig:
         overflow: ht: what happens when a rank would receive more: "raise" (nothing is sent, every rank raises) or
             "drop" (the last rows in the layout's order are left out, the same on every run).
         alignment: ht expert_major: every expert's zone starts at a multiple of this many rows.
+        quant: ll: "fp8_block128" quantises rows while they are sent: Received.tokens are e4m3 values with one scale for
+            each 128 of them (Received.scales); how is in kernels_cu/include/cuep/quant.cuh. hidden must be a multiple
+            of 128. What combine takes is not quantised. None: rows travel as they are.
+        scale_format: of these scales: "fp32", or "ue8m0", powers of two as one byte, the exponent.
         expert_ids: numbering of Received.topk_idx: "local" (0 to L-1) or "global".
         num_buffers: ll: banks that dispatch and combine each rotate through, 1, 2, 4 or 8. ht: handles that may hold
             received rows at the same time, 1 to 64.
@@ -85,6 +91,8 @@ class GroupConfig:
     max_recv_tokens_per_rank: int | None = None
     overflow: str = "raise"
     alignment: int = 1
+    quant: str | None = None
+    scale_format: str = "fp32"
     expert_ids: str = "local"
     num_buffers: int = 2
     num_sms: int | None = None
@@ -104,6 +112,13 @@ class GroupConfig:
         for name, most in _MOST.items():
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 object.__setattr__(self, name, _count(getattr(self, name), name, most))
+        _require(self.quant in (None, "fp8_block128"), "quant", self.quant, "None or 'fp8_block128'")
+        self._choose("scale_format", tuple(SCALE_BYTES))
+        if self.quant is not None:
+            _require(self.mode == "ll", "quant", self.quant, "None with mode='ht'")
+            _require(
+                self.hidden % QUANT_BLOCK == 0, "hidden", self.hidden, f"a multiple of 128 with quant={self.quant!r}"
+            )
         for name, default in _HT_ONLY.items() if self.mode == "ll" else ():
             _require(getattr(self, name) == default, name, getattr(self, name), f"{default!r} with mode='ll'")
         if self.max_recv_tokens_per_rank is not None:
@@ -131,6 +146,25 @@ class GroupConfig:
     @property
     def row_bytes(self) -> int:
         return self.hidden * self.elem_bytes
+
+    @property
+    def recv_dtype(self) -> str:
+        """Element type of Received.tokens."""
+        return "float8_e4m3fn" if self.quant else self.dtype
+
+    @property
+    def recv_row_bytes(self) -> int:
+        """Bytes of a row of Received.tokens."""
+        return self.hidden if self.quant else self.row_bytes
+
+    @property
+    def scales_per_row(self) -> int:
+        return self.hidden // QUANT_BLOCK if self.quant else 0
+
+    @property
+    def sent_row_bytes(self) -> int:
+        """Bytes of a row as it travels: values and scales, a multiple of 16."""
+        return -(-(self.recv_row_bytes + self.scales_per_row * SCALE_BYTES[self.scale_format]) // 16) * 16
 
     @property
     def combine_row_bytes(self) -> int:

@@ -302,9 +302,9 @@ class Group:
         """An argument of the call whose stream was chosen last."""
         return view(array, name, self.world.backend, self._call_stream, is_written=is_written)
 
-    def export(self, array: Array, framework: str) -> Any:
-        """A result of the call whose stream was chosen last, as an array of `framework`."""
-        return export(array, framework, self.world.backend, self._call_stream)
+    def export(self, array: Array, framework: str, dtype: str | None = None) -> Any:
+        """A result of the call whose stream was chosen last, as an array of `framework`. dtype: what bytes are."""
+        return export(array, framework, self.world.backend, self._call_stream, dtype)
 
     def take_ticket(self, *objects: Any) -> int:
         """Number a launch, and keep what it reads and writes until the device says that it is over."""

@@ -38,6 +38,9 @@ class Received:
             rank_major [N, B, H], the first src_rank_counts[n] rows of each, by token; ht flat [R, H], the first total
             rows, by source rank, token; ht expert_major [R, H], expert_counts[l] rows from expert_offsets[l] on, by
             source rank, token, k.
+        scales: with GroupConfig.quant, one for each 128 values of a row, in the order of tokens: [..., H // 128]
+            float32, or uint8 exponents e of 2**(e - 127) (ue8m0). tokens are float8_e4m3fn then, or bytes (uint8) where
+            the array library has no such dtype.
         expert_counts: int32 [L], rows of each local expert (rank_major and flat: (row, k) pairs).
         expert_offsets: int32 [L+1], first row of each expert's zone in tokens.reshape(-1, H) (expert_major).
         src_rank_counts: int32, rows from each source rank: [L, N] (expert_major) or [N].
@@ -59,6 +62,7 @@ class Received:
     expert_offsets: Any = None
     topk_idx: Any = None
     topk_weights: Any = None
+    scales: Any = None
     lease: Any = field(default=None, repr=False)
 
     def release(self) -> None:
@@ -510,7 +514,9 @@ class Handle:
         if out is not None or kept is None or kept.lease is not self.state.lease:
             group = self._group
             fields = group.mode.received(self)
-            exported = {k: group.export(v, framework) for k, v in fields.items() if k != "tokens" or out is None}
+            exported = {k: group.export(v, framework) for k, v in fields.items() if k != "tokens"}
+            if out is None:
+                exported["tokens"] = group.export(fields["tokens"], framework, group.cfg.recv_dtype)
             if out is not None:
                 return Received(**(exported | {"tokens": out}))
             kept = Received(**exported, lease=self.state.lease)

@@ -62,10 +62,10 @@ def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     banks, tokens, topk = cfg.num_buffers, cfg.max_tokens_per_rank, cfg.num_topk
     local_experts, peers = cfg.num_experts // num_ranks, num_ranks - 1
     rows_home = peers if cfg.reduce == "per_rank" else topk if peers else 0  # of each token
-    rows_out = Region(banks * peers * tokens * cfg.row_bytes)
+    rows_out = Region(banks * peers * tokens * cfg.sent_row_bytes)
     has_packets = uses_packets(cfg, "dispatch")
     if has_packets:  # {k: expert, place, weight}, {token}
-        rows_out = Region(banks * peers * tokens * (packets_bytes(cfg.row_bytes) + (topk + 1) * 16), is_words=True)
+        rows_out = Region(banks * peers * tokens * (packets_bytes(cfg.sent_row_bytes) + (topk + 1) * 16), is_words=True)
     combine_rows = Region(banks * tokens * rows_home * cfg.combine_row_bytes)
     if uses_packets(cfg, "combine"):  # {gradient} of the k that the row is for
         slot_bytes = packets_bytes(cfg.combine_row_bytes) + (topk if cfg.reduce == "per_rank" else 1) * 16
@@ -204,11 +204,14 @@ def _ll_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     tokens, topk = cfg.max_tokens_per_rank, cfg.num_topk
     local_experts, rows = cfg.num_experts // num_ranks, num_ranks * tokens
     shapes: Shapes = {
-        "tokens": (combine_shape(cfg, num_ranks), cfg.dtype),
+        "tokens": (combine_shape(cfg, num_ranks), cfg.recv_dtype),
         "own_slot": ((tokens,), "int32"),
         "num_rows": ((num_ranks,), "int32"),
         "token_idx": ((num_ranks, tokens), "int32"),
     }
+    if cfg.quant:
+        scales = (*combine_shape(cfg, num_ranks)[:-1], cfg.scales_per_row)
+        shapes["scales"] = (scales, "float32" if cfg.scale_format == "fp32" else "uint8")
     if cfg.layout == "rank_major":
         return shapes | {
             "recv_topk_idx": ((num_ranks, tokens, topk), "int32"),
@@ -257,11 +260,11 @@ def workspace_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
 
 
 def dtype_of(name: Any) -> np.dtype[Any]:
-    """NumPy's dtype; bfloat16 comes from ml_dtypes."""
-    if name == "bfloat16":
+    """NumPy's dtype; bfloat16 and float8 come from ml_dtypes."""
+    if name in ("bfloat16", "float8_e4m3fn"):
         import ml_dtypes
 
-        name = ml_dtypes.bfloat16
+        name = getattr(ml_dtypes, name)
     dtype: np.dtype[Any] = np.dtype(name)
     return dtype
 

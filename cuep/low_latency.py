@@ -11,7 +11,7 @@ import numpy as np
 from cuep import layout
 from cuep.arrays import Rows, View
 from cuep.backend import Array, Stream
-from cuep.config import DTYPE_BYTES, GroupConfig
+from cuep.config import DTYPE_BYTES, SCALE_BYTES, GroupConfig
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.launching import (
     CombineCall,
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 _DISPATCH_REGIONS = ("rows", "headers", "flags", "counts", "totals", "done")
 _COMBINE_REGIONS = ("rows", "grads", "flags", "totals", "done")
-_OF_SOME_FORMS = ("row_idx", "recv_weights", "recv_topk_idx", "recv_topk_weights")  # null in the others
+_OF_SOME_FORMS = ("scales", "row_idx", "recv_weights", "recv_topk_idx", "recv_topk_weights")  # null in the others
 _LEAST_BLOCKS = 4  # with fewer no block shares a row
 _OPS = ("dispatch", "combine")
-_RECEIVED = ("tokens", "expert_counts", "src_rank_counts", "source", "total")
+_RECEIVED = ("tokens", "scales", "expert_counts", "src_rank_counts", "source", "total")
 
 
 @dataclass
@@ -61,7 +61,12 @@ class LowLatency:
             "kNumExperts": cfg.num_experts,
             "kNumTopk": cfg.num_topk,
         }
-        rows_out: dict[str, Constant] = {"kRowBytes": cfg.row_bytes}
+        rows_out: dict[str, Constant] = {
+            "kRowBytes": cfg.sent_row_bytes,
+            "kSrcBytes": cfg.row_bytes,
+            "kScaleBytes": SCALE_BYTES[cfg.scale_format] if cfg.quant else 0,
+            "src_t": elem_type(cfg.dtype if cfg.quant else "bfloat16"),  # matters where it is quantised
+        }
         rows_home: dict[str, Constant] = {
             "kRowBytes": cfg.combine_row_bytes,
             "elem_t": elem_type(str(cfg.combine_dtype)),
@@ -73,7 +78,7 @@ class LowLatency:
                 op, layout.variant(cfg, op), shape | rows | forms[op], self._tunables(op, row_bytes), most_blocks
             )
             for op, rows, row_bytes in (
-                ("dispatch", rows_out, cfg.row_bytes),
+                ("dispatch", rows_out, cfg.sent_row_bytes),
                 ("combine", rows_home, cfg.combine_row_bytes),
             )
         ]
@@ -97,14 +102,14 @@ class LowLatency:
 
     def prepare_dispatch(self, handle: Handle, out: View | None) -> None:
         """Choose where rows go."""
-        record, tokens = handle.state.dispatch, handle.arrays["tokens"]
+        cfg, record, tokens = self._group.cfg, handle.state.dispatch, handle.arrays["tokens"]
         if out is None:
-            begin, row_stride = handle.addresses["tokens"], self._group.cfg.row_bytes
+            begin, row_stride = handle.addresses["tokens"], cfg.recv_row_bytes
         else:
-            _check_rows(out, "out", tokens.shape, self._group.cfg.dtype)
+            _check_rows(out, "out", tokens.shape, cfg.recv_dtype)
             begin, row_stride = out.address, out.strides[1]
         record["tokens"], record["tokens_stride"] = begin, row_stride
-        handle.state.recv_rows = (begin, tokens.shape[0] * tokens.shape[1], row_stride, self._group.cfg.row_bytes)
+        handle.state.recv_rows = (begin, tokens.shape[0] * tokens.shape[1], row_stride, cfg.recv_row_bytes)
 
     def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream, *, send_only: bool) -> int:
         record = handle.state.dispatch
@@ -191,7 +196,7 @@ class LowLatency:
         own |= {
             "is_alone": cfg.num_sms is None,
             "is_global_ids": cfg.expert_ids == "global",
-            "tokens_stride": cfg.row_bytes,
+            "tokens_stride": cfg.recv_row_bytes,
         }
         offsets = group.arena.offsets
         dispatch = own | {f"{name}_offset": offsets.get(f"dispatch_{name}", 0) for name in _DISPATCH_REGIONS}
@@ -229,12 +234,13 @@ def parts_of_rows(cfg: GroupConfig, num_ranks: int, num_blocks: int) -> int:
 
 def _check_rows(view: View, name: str, shape: tuple[int, ...], dtype: str) -> None:
     """[zones, rows, H] with one stride for all rows, each contiguous and 16-byte aligned."""
-    if view.dtype != dtype:
-        raise ArgumentTypeError(f"{name} has dtype {view.dtype}, allowed: {dtype}")
+    allowed = (dtype, "uint8") if dtype.startswith("float8") else (dtype,)  # not every library has such a dtype
+    if view.dtype not in allowed:
+        raise ArgumentTypeError(f"{name} has dtype {view.dtype}, allowed: {', '.join(allowed)}")
     if view.shape != shape:
         raise ArgumentError(f"{name} has shape {list(view.shape)}, allowed: {list(shape)}")
     zone_stride, row_stride, elem_stride = view.strides
-    elem_bytes = DTYPE_BYTES[dtype]
+    elem_bytes = DTYPE_BYTES.get(dtype, 1)
     is_even = shape[0] == 1 or zone_stride == shape[1] * row_stride
     is_row = elem_stride == elem_bytes and row_stride >= shape[2] * elem_bytes
     if not (is_even and is_row) or view.address % 16 or row_stride % 16:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cuep.config import GroupConfig
+from cuep.config import QUANT_BLOCK, GroupConfig
 
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
@@ -138,6 +138,35 @@ def dispatch_flat(inputs: Inputs, rank: int) -> Dispatched:
         topk_idx=local_ids.astype(np.int32),
         topk_weights=None if inputs.topk_weights[rank] is None else np.concatenate(weights),
     )
+
+
+def quantise(x: Array, scale_format: str) -> tuple[Array, Array]:
+    """Rows as GroupConfig.quant="fp8_block128" sends them: e4m3 values [T, H] and scales [T, H // 128], float32 or,
+    with "ue8m0", uint8. In float32 throughout, as kernels_cu/include/cuep/quant.cuh says."""
+    import ml_dtypes
+
+    blocks = x.astype(np.float32).reshape(len(x), x.shape[1] // QUANT_BLOCK, QUANT_BLOCK)
+    bits = blocks.view(np.uint32) & np.uint32(0x7FFFFFFF)  # as integers NaN is larger than infinity
+    amax = np.maximum(bits.max(2), np.float32(1e-4).view(np.uint32)).view(np.float32)
+    with np.errstate(all="ignore"):
+        scales = amax * (np.float32(1) / np.float32(448))
+        inverse = np.float32(448) / amax
+        if scale_format == "ue8m0":
+            word = scales.view(np.uint32)
+            exponent = np.minimum((word >> 23) + ((word & np.uint32(0x7FFFFF)) != 0), 255)
+            powers = np.where(exponent < 254, (254 - exponent) << 23, 0x7FC00000)
+            scales, inverse = exponent.astype(np.uint8), powers.astype(np.uint32).view(np.float32)
+        values = np.clip(blocks * inverse[..., None], -448, 448)
+    return values.astype(ml_dtypes.float8_e4m3fn).reshape(x.shape), scales
+
+
+def dequantise(values: Array, scales: Array) -> FloatArray:
+    """What quantised rows stand for, [..., H] float32."""
+    factors = np.exp2(scales.astype(np.float32) - 127) if scales.dtype == np.uint8 else scales
+    blocks = values.astype(np.float32).reshape(*scales.shape, QUANT_BLOCK)
+    with np.errstate(all="ignore"):
+        rows: FloatArray = (blocks * factors[..., None]).astype(np.float32).reshape(values.shape)
+    return rows
 
 
 def dispatch(inputs: Inputs, rank: int, cfg: GroupConfig) -> Dispatched:

@@ -9,12 +9,16 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
+constexpr int kSrcBytes = 14336, kScaleBytes = 0;
 constexpr bool kIsRankMajor = false;
 constexpr bool kHasPacketSlots = false;
+using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kHasPacketSlots=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kHasPacketSlots=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kHasPacketSlots=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kScaleBytes=0 src_t=cuep::bf16_t kHasPacketSlots=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kScaleBytes=0 src_t=cuep::bf16_t kHasPacketSlots=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kScaleBytes=4 src_t=cuep::bf16_t kHasPacketSlots=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kScaleBytes=1 src_t=float kHasPacketSlots=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kScaleBytes=0 src_t=float kHasPacketSlots=false
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = false;
@@ -43,6 +47,7 @@ struct Params {
     int32_t* token_idx;         // [kNumRanks, max_tokens]: token in each slot
     uint8_t* tokens;            // [local experts, kNumRanks * max_tokens] or, rank-major, [kNumRanks, max_tokens] rows
     int64_t tokens_stride;      // bytes between rows
+    uint8_t* scales;            // quantised: [rows, kNumScales] of kScaleBytes bytes
     int32_t* row_idx;           // expert-major [kNumRanks, max_tokens, kNumTopk]: row of `tokens`, or -1
     float* recv_weights;        // expert-major [kNumRanks, max_tokens, kNumTopk] or null: weights of the received rows
     int32_t* recv_topk_idx;  // rank-major [kNumRanks, max_tokens, kNumTopk]: expert here, or -1, also beyond the counts
@@ -125,13 +130,20 @@ CUEP_DEVICE void deliver_from(
 
 // Own tokens need no slot and no flag. The one that this launch sent last is still in registers, for the others the
 // send has left headers.
-CUEP_DEVICE void receive_own(const Params& p, int bank, int num_tokens, int last, const Token& token, Shared& s) {
+CUEP_DEVICE void receive_own(const Params& p, int bank, int num_tokens, int last, Token& token, Shared& s) {
     if (last >= 0 && (s.out.rank_mask >> p.rank & 1u)) deliver_own(p, last, token, s);
     for (int t = team(); t < num_tokens; t += num_teams()) {
         const int slot = t == last ? -1 : p.own_slot[t];
         if (slot < 0) continue;
         __syncthreads();  // the row before this one has been delivered
-        deliver_from(p, bank, p.rank, slot, t, reinterpret_cast<const uint4*>(p.x + t * p.x_stride), s);
+        const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
+        if constexpr (kIsQuant) {
+            load_token(p, t, token);
+            stage(token, s.staging);
+            __syncthreads();
+            row = s.staging.row;
+        }
+        deliver_from(p, bank, p.rank, slot, t, row, s);
     }
 }
 
@@ -149,9 +161,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     dispatch(
         p,
         s.out,
+        s.staging,
         s.counts,
         [&](const Operation& op, int bank, int t, const Token& token) { send(p, op, bank, t, token, s.out); },
-        [&](const Operation& op, int bank, int num_tokens, int last, const Token& token) {
+        [&](const Operation& op, int bank, int num_tokens, int last, Token& token) {
             receive_own(p, bank, num_tokens, last, token, s);
             return receive(p, op, bank, s, [&](int src, int slot) { return take(p, op, bank, src, slot, s); });
         });

@@ -9,12 +9,16 @@
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 320, kMinBlocks = 1;
 constexpr int kParts = 4;
+constexpr int kSrcBytes = 14336, kScaleBytes = 0;
 constexpr bool kIsRankMajor = false;
 constexpr bool kHasPacketSlots = true;
+using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kHasPacketSlots=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kHasPacketSlots=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kHasPacketSlots=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kScaleBytes=0 src_t=cuep::bf16_t kHasPacketSlots=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kScaleBytes=0 src_t=cuep::bf16_t kHasPacketSlots=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kScaleBytes=4 src_t=cuep::bf16_t kHasPacketSlots=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kScaleBytes=1 src_t=float kHasPacketSlots=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kScaleBytes=0 src_t=float kHasPacketSlots=true
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
@@ -42,6 +46,7 @@ struct Params {
     int32_t* token_idx;         // [kNumRanks, max_tokens]: token in each slot
     uint8_t* tokens;            // [local experts, kNumRanks * max_tokens] or, rank-major, [kNumRanks, max_tokens] rows
     int64_t tokens_stride;      // bytes between rows
+    uint8_t* scales;            // quantised: [rows, kNumScales] of kScaleBytes bytes
     int32_t* row_idx;           // expert-major [kNumRanks, max_tokens, kNumTopk]: row of `tokens`, or -1
     float* recv_weights;        // expert-major [kNumRanks, max_tokens, kNumTopk] or null: weights of the received rows
     int32_t* recv_topk_idx;  // rank-major [kNumRanks, max_tokens, kNumTopk]: expert here, or -1, also beyond the counts
@@ -114,7 +119,9 @@ CUEP_DEVICE void receive_own(const Params& p, int num_tokens, int last, Token& t
         load_earlier(p, num_tokens, !kIsRankMajor, earlier);
         __syncthreads();  // the row before this one has been delivered
         begin_outgoing(p, token, s.out);
+        stage(token, s.staging);
         __syncthreads();
+        unstage(s.staging, token);
         count_before(p, t, earlier, s.out);
         if (s.out.rank_mask >> p.rank & 1u) deliver_own(p, t, token, s);
     }
@@ -151,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     dispatch(
         p,
         s.out,
+        s.staging,
         s.counts,
         [&](const Operation& op, int bank, int t, const Token& token) { send(p, op, bank, t, token, s.out); },
         [&](const Operation& op, int bank, int num_tokens, int last, Token& token) {

@@ -31,6 +31,8 @@ LL_TOKENS, QUICK_LL_TOKENS, HT_TOKENS = (1, 8, 64, 128), (1, 128), 4096
 OTHER_BENCHES = (
     ("ll", 128, ("--layout", "rank_major")),
     ("ll", 128, ("--reduce", "per_rank")),
+    ("ll", 128, ("--layout", "rank_major", "--quant", "fp8_block128")),
+    ("ll", 128, ("--reduce", "per_rank", "--quant", "fp8_block128")),
     ("ht", HT_TOKENS, ("--layout", "expert_major", "--alignment", "128")),
 )
 QUICK_SANITIZER = (("memcheck", "ll"), ("synccheck", "ht"))  # memcheck takes half a minute

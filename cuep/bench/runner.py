@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from cuep import jit
+from cuep import jit, layout
 from cuep.bench import traffic, verify
 from cuep.bench.timing import Operation, Timing, measure
 from cuep.bench.workload import Array, Inputs, Options, group_config, make_inputs, scale
+from cuep.config import QUANT_BLOCK
 from cuep.errors import ArgumentError
 from cuep.group import Group
 from cuep.world import World
@@ -107,28 +109,35 @@ def _run_variant(
 
 def _answers(world: World, options: Options, received: Any) -> Array:
     """The experts' answers to what was received: rows times scale(), NaN wherever no row is."""
-    backend, xp, tokens = world.backend, world.backend.xp, received.tokens
-
-    def answer(rows: Array, num_rows: Array, owner: int) -> Array:
-        is_row = xp.arange(rows.shape[0]) < num_rows
-        scaled = rows.astype(xp.float32) * xp.float32(scale(owner))
-        return xp.where(is_row[:, None], scaled, xp.float32("nan")).astype(tokens.dtype)
-
+    backend, xp = world.backend, world.backend.xp
     config = group_config(options, {})
+    tokens = received.tokens.reshape(-1, config.hidden)
+    scales = None if received.scales is None else received.scales.reshape(len(tokens), -1)
+    dtype = layout.dtype_of(config.combine_dtype)
+    answers = backend.empty(tokens.shape, dtype)
+
+    def fill(first: int, end: int, num_rows: Array, owner: int) -> None:
+        rows = tokens[first:end]
+        if scales is not None:
+            codes = np.arange(256, dtype=np.uint8).view(layout.dtype_of(config.recv_dtype)).astype(np.float32)
+            values = backend.asarray(codes)[rows.view(xp.uint8)]
+            rows = (values.reshape(len(rows), -1, QUANT_BLOCK) * scales[first:end, :, None]).reshape(rows.shape)
+        is_row = xp.arange(len(rows)) < num_rows
+        scaled = rows.astype(xp.float32) * xp.float32(scale(owner))
+        answers[first:end] = xp.where(is_row[:, None], scaled, xp.float32("nan")).astype(dtype)
+
     if config.layout == "flat":
-        return answer(tokens, received.total[0], world.rank)
-    answers = backend.empty(tokens.shape, tokens.dtype)
-    if config.layout == "rank_major":
+        fill(0, len(tokens), received.total[0], world.rank)
+    elif config.layout == "rank_major":
         for src in range(world.size):
-            answers[src] = answer(tokens[src], received.src_rank_counts[src], world.rank)
-        return answers
-    num_local = config.num_experts // world.size
-    offsets = backend.to_numpy(received.expert_offsets)
-    rows, zones = tokens.reshape(-1, config.hidden), answers.reshape(-1, config.hidden)
-    for local in range(num_local):
-        zone = slice(int(offsets[local]), int(offsets[local + 1]))
-        zones[zone] = answer(rows[zone], received.expert_counts[local], world.rank * num_local + local)
-    return answers
+            most = config.max_tokens_per_rank
+            fill(src * most, (src + 1) * most, received.src_rank_counts[src], world.rank)
+    else:
+        num_local = config.num_experts // world.size
+        offsets = [int(offset) for offset in backend.to_numpy(received.expert_offsets)]
+        for local, (first, end) in enumerate(itertools.pairwise(offsets)):
+            fill(first, end, received.expert_counts[local], world.rank * num_local + local)
+    return answers.reshape(received.tokens.shape)
 
 
 def _record(
@@ -151,7 +160,7 @@ def _record(
         "experts": options.experts,
         "topk": options.topk,
         "dtype": options.dtype,
-        "quant": None,
+        "quant": options.quant,
         "num_sms": options.num_sms,
         "graph": options.graph,
         "us_median": timing.us_median,
@@ -169,8 +178,9 @@ def _record(
 def _traffic(world: World, options: Options, inputs: Inputs, operation: str) -> traffic.Traffic:
     """Bytes of the rank that moves the most, as the time is that of the slowest. Collective."""
     config = group_config(options, {})
-    shape = (inputs.topk_idx, world.rank, world.size, options.experts, config.row_bytes)
-    out, home = traffic.dispatch(*shape), traffic.combine(*shape, is_exact=config.reduce == "exact")
+    shape = (inputs.topk_idx, world.rank, world.size, options.experts)
+    out = traffic.dispatch(*shape, config.sent_row_bytes)
+    home = traffic.combine(*shape, config.combine_row_bytes, is_exact=config.reduce == "exact")
     mine = {"combine": home, "pair": out + home}.get(operation, out)
     everyone = world.comm.allgather((mine.remote, mine.total))
     return traffic.Traffic(*(int(v) for v in np.max(everyone, axis=0)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from cuep import reference
-from cuep.bench.workload import Inputs, Options, group_config, make_inputs, scale
+from cuep import layout, reference
+from cuep.bench.workload import Options, group_config, make_inputs, scale
 from cuep.config import GroupConfig
 from cuep.world import World
 
@@ -18,6 +18,7 @@ class Expected:
     """What this rank must get from its make_inputs(), with experts that multiply by scale()."""
 
     received: reference.Dispatched
+    scales: reference.Array | None  # of the received rows
     combined: reference.Array
 
 
@@ -28,32 +29,41 @@ def expect(world: World, options: Options) -> Expected:
         options.experts, [r.x for r in ranks], [r.topk_idx for r in ranks], [r.topk_weights for r in ranks]
     )
     cfg = group_config(options, {})
-    received = reference.dispatch(inputs, world.rank, cfg)
-    return Expected(received, _expected_combine(inputs, ranks[world.rank], cfg, world.rank))
+    x = ranks[world.rank].x
+    if cfg.quant is None:
+        received = reference.dispatch(inputs, world.rank, cfg)
+        return Expected(received, None, _expected_combine(inputs, x, cfg, world.rank))
+    sent = [reference.quantise(rows, cfg.scale_format) for rows in inputs.x]
+    received = reference.dispatch(replace(inputs, x=[values for values, _ in sent]), world.rank, cfg)
+    scales = np.array([sent[rank][1][token] for rank, token in received.source[:, :2]], sent[0][1].dtype)
+    rows = reference.dequantise(*sent[world.rank])
+    return Expected(received, scales, _expected_combine(inputs, rows, cfg, world.rank))
 
 
 def problems(world: World, expected: Expected, received: Any, combined: Any) -> list[str]:
     """What differs on any rank, one line each; empty if all is right. Collective."""
-    mine = [f"dispatch: {text}" for text in _compare_received(world, received, expected.received)]
+    mine = [f"dispatch: {text}" for text in _compare_received(world, received, expected)]
     difference = reference.first_difference(world.backend.to_numpy(combined), expected.combined)
     if difference is not None:
         mine.append(f"combine: y {difference}")
     return [f"rank {rank}: {text}" for rank, texts in enumerate(world.comm.allgather(mine)) for text in texts]
 
 
-def _expected_combine(inputs: reference.Inputs, mine: Inputs, cfg: GroupConfig, rank: int) -> reference.Array:
+def _expected_combine(inputs: reference.Inputs, x: reference.Array, cfg: GroupConfig, rank: int) -> reference.Array:
+    """x: this rank's rows as its experts see them."""
     ids = inputs.topk_idx[rank]
 
     def answer(owner: int) -> reference.Array:
         """Of the owner-th expert of each token, or of rank `owner`."""
         factor = scale(ids[:, owner])[:, None] if cfg.layout == "expert_major" else scale(owner)
-        rows: reference.Array = (mine.x.astype(np.float32) * factor).astype(mine.x.dtype)
+        rows: reference.Array = (x.astype(np.float32) * factor).astype(layout.dtype_of(cfg.combine_dtype))
         return rows
 
     return reference.combine(inputs, rank, cfg, answer)
 
 
-def _compare_received(world: World, received: Any, expected: reference.Dispatched) -> list[str]:
+def _compare_received(world: World, received: Any, wanted: Expected) -> list[str]:
+    expected = wanted.received
     to_numpy = world.backend.to_numpy
     found = []
 
@@ -69,9 +79,13 @@ def _compare_received(world: World, received: Any, expected: reference.Dispatche
         value = getattr(received, name)
         compare(name, None if value is None else to_numpy(value), getattr(expected, name))
     compare("total", to_numpy(received.total), np.array([expected.total], np.int32))
-    for name in ("tokens", "source", "topk_idx", "topk_weights"):
+    for name in ("tokens", "source", "topk_idx", "topk_weights", "scales"):
         value = getattr(received, name)
-        compare(name, None if value is None else _valid_rows(world, value, expected), getattr(expected, name))
+        right = wanted.scales if name == "scales" else getattr(expected, name)
+        rows = None if value is None else _valid_rows(world, value, expected)
+        if name == "tokens" and wanted.scales is not None and rows is not None:
+            rows = rows.view(expected.tokens.dtype)  # bytes, where the array library has no float8
+        compare(name, rows, right)
     return found
 
 

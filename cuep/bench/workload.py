@@ -27,6 +27,7 @@ class Options:
     dtype: str = "bfloat16"
     layout: str | None = None
     reduce: str | None = None
+    quant: str | None = None
     alignment: int = 1
     num_sms: int | None = None
     graph: bool = False
@@ -54,6 +55,7 @@ def group_config(options: Options, variants: dict[str, str]) -> GroupConfig:
         max_tokens_per_rank=max(1, options.tokens),
         dtype=options.dtype,
         reduce=options.reduce,
+        quant=options.quant,
         alignment=options.alignment,
         num_sms=options.num_sms,
         variants=variants,

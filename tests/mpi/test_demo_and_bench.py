@@ -39,3 +39,13 @@ def test_check_finds_a_wrong_answer(world, mode, monkeypatch):
     settings = Options(mode, tokens=16, hidden=64, experts=8, topk=4, check=True, iterations=1)
     _, wrong = runner.run(world, settings)
     assert any("combine: y differs" in line for line in wrong)
+
+
+@pytest.mark.parametrize("form", [{"layout": "rank_major"}, {"reduce": "per_rank"}])
+def test_bench_checks_quantised_rows(world, form):
+    settings = Options(
+        "ll", tokens=17, hidden=384, experts=8, topk=3, quant="fp8_block128", check=True, iterations=1, **form
+    )
+    records, wrong = runner.run(world, settings)
+    assert wrong == []
+    assert all(record["quant"] == "fp8_block128" for record in records)

@@ -139,6 +139,20 @@ CUEP_DEVICE uint32_t float_word(float value) {
 
 #endif  // CUEP_CPU
 
+// The e4m3 code nearest to a value, ties to even, at most 448 in size; any NaN is 0x7f. As cvt.rn.satfinite.e4m3x2.
+CUEP_DEVICE uint32_t e4m3_bits(float value) {
+    const uint32_t bits = float_word(value), magnitude = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
+    if (magnitude > 0x7f800000u) return 0x7f;
+    const int exponent = int(magnitude >> 23) - 127 + 7;  // of the code; below 1 it is subnormal
+    const bool is_normal = exponent >= 1;
+    if (exponent < -3) return sign;  // below half of the smallest subnormal
+    const uint32_t significand = is_normal ? magnitude - ((127 - 7) << 23) : (magnitude & 0x7fffffu) | 0x800000u;
+    const int drop = is_normal ? 20 : 21 - exponent;
+    const uint32_t half = (1u << (drop - 1)) - 1 + (significand >> drop & 1);
+    const uint32_t code = exponent > 15 ? 0x7eu : uint32_t((uint64_t(significand) + half) >> drop);
+    return sign | (code < 0x7eu ? code : 0x7eu);
+}
+
 template <class E>
 struct Vec16 {  // bf16_t, fp16_t
     static CUEP_DEVICE void unpack(const uint32_t (&word)[4], float (&out)[8]) {

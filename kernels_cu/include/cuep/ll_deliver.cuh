@@ -10,6 +10,7 @@ namespace cuep {
 
 struct Shared {
     Outgoing out;
+    Staging staging;
     Counts counts;
     int32_t dst_row[kNumTopk];  // of the row being delivered
     uint32_t token[2];          // of the row being received, and of the one before
@@ -22,6 +23,32 @@ CUEP_DEVICE int32_t first_row(const Params& p, int32_t local_expert, int src, co
     int32_t row = local_expert * kNumRanks * p.max_tokens;
     for (int lower = 0; lower < src; lower++) row += counts.experts[local_expert * kNumRanks + lower];
     return row;
+}
+
+// A piece of a received row to row dst_row of `tokens` or, of a quantised one, of `scales`.
+template <class Params>
+CUEP_DEVICE void store_received(const Params& p, int64_t dst_row, int piece, uint4 v) {
+    uint4* row = reinterpret_cast<uint4*>(p.tokens + dst_row * p.tokens_stride);
+    if constexpr (!kIsQuant) return store_piece(row, piece, v);
+    constexpr int kPieceWords = kIsPacket ? 3 : 4;
+    const int first = piece * kPieceWords * 4;  // byte of the row
+    if (!kIsPacket && first < kHidden) return store_16(row + piece, v);
+    uint8_t* scales = p.scales + dst_row * (kNumScales * kScaleBytes);
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < kPieceWords; i++) {
+        const int at = first + 4 * i, scale = (at - kHidden) / (kScaleBytes > 0 ? kScaleBytes : 1);
+        if (at < kHidden) {
+            *reinterpret_cast<uint32_t*>(p.tokens + dst_row * p.tokens_stride + at) = words[i];
+        } else if constexpr (kScaleBytes == 4) {
+            if (scale < kNumScales) reinterpret_cast<uint32_t*>(scales)[scale] = words[i];
+        } else {
+#pragma unroll
+            for (int b = 0; b < 4; b++) {
+                if (scale + b < kNumScales) scales[scale + b] = static_cast<uint8_t>(words[i] >> 8 * b);
+            }
+        }
+    }
 }
 
 // Copies a received row to where it belongs. header: of k = threadIdx.x, where that is below kNumTopk; token: thread 0
@@ -39,10 +66,9 @@ CUEP_DEVICE void deliver(const Params& p,
     const bool is_first = part() == 0;  // of the blocks that share the row: it writes what goes with it
     if (tid == 0 && is_first) p.token_idx[at] = static_cast<int32_t>(token);
     auto copy_to = [&](int64_t dst_row) {
-        uint4* dst = reinterpret_cast<uint4*>(p.tokens + dst_row * p.tokens_stride);
 #pragma unroll
         for (int j = 0; j < kPiecesPerThread; j++) {
-            if (piece_at(j) < kNumPieces) store_piece(dst, piece_at(j), row[j]);
+            if (piece_at(j) < kNumPieces) store_received(p, dst_row, piece_at(j), row[j]);
         }
     };
     if constexpr (kIsRankMajor) {

@@ -2,15 +2,31 @@
 // and the slots that carry a row to a peer. Made of the kernel's constants: include it behind them.
 #pragma once
 #include <cuep/ll.cuh>
+#include <cuep/quant.cuh>
 #include <cuep/topk.cuh>
 
 namespace cuep {
 
+// Rows of x as they travel: as they are, or (kScaleBytes > 0) kHidden e4m3 values, then kNumScales scales.
+constexpr bool kIsQuant = kScaleBytes > 0;
+constexpr int kHidden = kSrcBytes / static_cast<int>(sizeof(src_t));
+constexpr int kNumScales = kIsQuant ? kHidden / kQuantBlock : 0;
+static_assert(!kIsQuant || (kHidden % kQuantBlock == 0 && kRowBytes >= kHidden + kNumScales * kScaleBytes), "row");
+static_assert(kIsQuant || kRowBytes == kSrcBytes, "row");
+constexpr int kSrcVecs = kSrcBytes / 16;
+constexpr int kSrcPerThread = (kSrcVecs + kNumThreads - 1) / kNumThreads;
+
 // A token on its way out.
 struct Token {
-    uint4 row[kPiecesPerThread];  // this thread's pieces
-    RawIds<1> id;                 // of k = threadIdx.x
+    uint4 row[kPiecesPerThread];                 // this thread's pieces, as they travel
+    uint4 source[kIsQuant ? kSrcPerThread : 1];  // 16-byte pieces of x
+    RawIds<1> id;                                // of k = threadIdx.x
     float weight;
+};
+
+// A row while it is quantised, in shared memory.
+struct Staging {
+    uint4 row[kIsQuant ? kRowVecs : 1];
 };
 
 // What a thread loads early of this rank's first tokens: ids of token threadIdx.x, and of (token, k) pairs threadIdx.x
@@ -59,9 +75,73 @@ CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
         if (p.topk_weights != nullptr) token.weight = p.topk_weights[at];
     }
     const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
+    if constexpr (kIsQuant) {
 #pragma unroll
-    for (int j = 0; j < kPiecesPerThread; j++) {
-        if (piece_at(j) < kNumPieces) token.row[j] = load_piece(row, piece_at(j));
+        for (int j = 0; j < kSrcPerThread; j++) {
+            const int vec = tid + j * kNumThreads;
+            token.source[j] = make_uint4(0, 0, 0, 0);
+            if (vec < kSrcVecs) token.source[j] = load_streaming(row + vec);
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < kPiecesPerThread; j++) {
+            if (piece_at(j) < kNumPieces) token.row[j] = load_piece(row, piece_at(j));
+        }
+    }
+}
+
+// Quantises a token into shared memory. Whole warps: the values of a block lie with 16 or 32 lanes next to one another.
+CUEP_DEVICE void stage(const Token& token, Staging& staging) {
+    if constexpr (kIsQuant) {
+        constexpr int kPerSource = kPerVec<src_t>, kLanes = kQuantBlock / kPerSource;
+        static_assert(kNumThreads % kWarpSize == 0, "all lanes take part in a block's maximum");
+        uint8_t* bytes = reinterpret_cast<uint8_t*>(staging.row);
+#pragma unroll
+        for (int j = 0; j < kSrcPerThread; j++) {
+            const int vec = threadIdx.x + j * kNumThreads;
+            float x[kPerSource];
+            unpack<src_t>(token.source[j], x);
+            uint32_t amax = 0;
+#pragma unroll
+            for (int i = 0; i < kPerSource; i++) amax = max(amax, detail::float_word(x[i]) & 0x7fffffffu);
+#pragma unroll
+            for (int d = kLanes / 2; d > 0; d /= 2) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, d));
+            const Scale scale = scale_of<kScaleBytes == 1>(amax);
+            if (vec >= kSrcVecs) continue;
+#pragma unroll
+            for (int i = 0; i < kPerSource; i += 4) {
+                float q[4];
+#pragma unroll
+                for (int c = 0; c < 4; c++) q[c] = __fmul_rn(x[i + c], scale.inverse);
+                *reinterpret_cast<uint32_t*>(bytes + vec * kPerSource + i) = pack_e4m3(q[0], q[1], q[2], q[3]);
+            }
+            if (lane_idx() % kLanes != 0) continue;
+            uint8_t* stored = bytes + kHidden + vec / kLanes * kScaleBytes;
+            if constexpr (kScaleBytes == 4) {
+                *reinterpret_cast<uint32_t*>(stored) = scale.bits;
+            } else {
+                *stored = static_cast<uint8_t>(scale.bits);
+            }
+        }
+    }
+}
+
+// Behind a barrier: this thread's pieces of what was staged.
+CUEP_DEVICE void unstage(const Staging& staging, Token& token) {
+    if constexpr (kIsQuant) {
+#pragma unroll
+        for (int j = 0; j < kPiecesPerThread; j++) {
+            const int piece = piece_at(j);
+            if (piece >= kNumPieces) continue;
+            if constexpr (kIsPacket) {
+                const uint32_t* words = reinterpret_cast<const uint32_t*>(staging.row) + 3 * piece;
+                token.row[j] = make_uint4(words[0], 0, 0, 0);
+                if (3 * piece + 1 < kRowWords) token.row[j].y = words[1];
+                if (3 * piece + 2 < kRowWords) token.row[j].z = words[2];
+            } else {
+                token.row[j] = staging.row[piece];
+            }
+        }
     }
 }
 
@@ -286,7 +366,8 @@ CUEP_DEVICE bool receive_rows(const Params& p, const Counts& counts, Take take) 
 //   `last`
 //     is the token that it sent last, still in `token` and `out`, or -1. False: gave up.
 template <class Params, class Send, class Receive>
-CUEP_DEVICE void dispatch(const Params& p, Outgoing& out, Counts& counts, Send send, Receive receive) {
+CUEP_DEVICE void dispatch(
+    const Params& p, Outgoing& out, Staging& staging, Counts& counts, Send send, Receive receive) {
     begin_launch(p);
 
     // the first token comes in while control words do; whether it is one is known later
@@ -299,7 +380,10 @@ CUEP_DEVICE void dispatch(const Params& p, Outgoing& out, Counts& counts, Send s
     Earlier earlier;
     if (is_sender) load_token(p, team(), token);
     if (is_clerk() || (is_sender && team() > 0)) load_earlier(p, num_rows, is_clerk() || !kIsRankMajor, earlier);
-    if (is_sender) begin_outgoing(p, token, out);
+    if (is_sender) {
+        begin_outgoing(p, token, out);
+        stage(token, staging);
+    }
     if (is_clerk()) {
         for (int e = threadIdx.x; e < kNumExperts; e += kNumThreads) counts.experts[e] = 0;
         if (threadIdx.x < kNumRanks) counts.ranks[threadIdx.x] = 0;
@@ -310,6 +394,7 @@ CUEP_DEVICE void dispatch(const Params& p, Outgoing& out, Counts& counts, Send s
 
     // the bank must have been read by every peer before it is written again
     if (wait_bank<false>(p, op, bank, standing, is_off) == Bank::kStop) return;
+    if (is_sender) unstage(staging, token);
     const bool is_last_begun = p.is_send && is_last_to_begin(op);
 
     // send all that this block owes before it waits for rows
@@ -326,7 +411,9 @@ CUEP_DEVICE void dispatch(const Params& p, Outgoing& out, Counts& counts, Send s
                 load_token(p, t, token);
                 __syncthreads();  // the one before has been sent
                 begin_outgoing(p, token, out);
+                stage(token, staging);
                 __syncthreads();
+                unstage(staging, token);
             }
             count_before(p, t, earlier, out);
             if (part() == 0) keep_token(p, t, out);

@@ -102,6 +102,9 @@ CUEP_DEVICE int __clz(int x) {
 CUEP_DEVICE float __fadd_rn(float a, float b) {
     return a + b;
 }
+CUEP_DEVICE float __fdiv_rn(float a, float b) {
+    return a / b;
+}
 CUEP_DEVICE float __fmul_rn(float a, float b) {
     return a * b;
 }

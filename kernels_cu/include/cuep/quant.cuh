@@ -1,0 +1,54 @@
+// Rows of e4m3 values with one scale for each block of 128, made of bfloat16, half or float rows.
+//
+// In each block: amax = max(|x|, 1e-4); scale = amax / 448, with ue8m0 rounded up to a power of two; value = e4m3(x *
+// (1 / scale)), to nearest even, at most 448 in size. The floor of amax (as in DeepEP, so that quantised rows are the
+// same) keeps scales of zero and tiny blocks positive and finite: their values are 0. A block with a NaN or an infinity
+// comes out as NaN in all places where x * 0 or x * NaN is NaN, and its scale is infinite or NaN.
+#pragma once
+#include <cuep/convert.cuh>
+
+namespace cuep {
+
+constexpr int kQuantBlock = 128;
+constexpr float kMaxE4m3 = 448.0f;
+constexpr float kLeastAmax = 1e-4f;
+
+// A block's scale: what travels, a float's bits or (ue8m0) an exponent, and its inverse.
+struct Scale {
+    uint32_t bits;
+    float inverse;
+};
+
+// amax_bits: the largest of the block's absolute values, as bits: NaN is larger than infinity.
+template <bool kIsUe8m0>
+CUEP_DEVICE Scale scale_of(uint32_t amax_bits) {
+    const uint32_t least = detail::float_word(kLeastAmax);
+    const float amax = detail::word_float(amax_bits > least ? amax_bits : least);
+    if constexpr (kIsUe8m0) {
+        const uint32_t bits = detail::float_word(__fmul_rn(amax, 1.0f / kMaxE4m3));
+        const uint32_t exponent = min((bits >> 23) + ((bits & 0x7fffffu) != 0), 255u);  // 255: NaN
+        return {exponent, detail::word_float(exponent < 254 ? (254 - exponent) << 23 : 0x7fc00000u)};
+    }
+    return {detail::float_word(__fmul_rn(amax, 1.0f / kMaxE4m3)), __fdiv_rn(kMaxE4m3, amax)};
+}
+
+// Four e4m3 values, the first in the lowest byte.
+CUEP_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
+#if !defined(CUEP_CPU) && __CUDA_ARCH__ >= 890
+    uint32_t low, high;
+    asm("{\n.reg .b16 pair;\ncvt.rn.satfinite.e4m3x2.f32 pair, %1, %2;\ncvt.u32.u16 %0, pair;\n}"
+        : "=r"(low)
+        : "f"(b), "f"(a));  // the first operand is the upper half
+    asm("{\n.reg .b16 pair;\ncvt.rn.satfinite.e4m3x2.f32 pair, %1, %2;\ncvt.u32.u16 %0, pair;\n}"
+        : "=r"(high)
+        : "f"(d), "f"(c));
+    return low | high << 16;
+#else
+    const float values[4] = {a, b, c, d};
+    uint32_t word = 0;
+    for (int i = 0; i < 4; i++) word |= detail::e4m3_bits(values[i]) << (8 * i);
+    return word;
+#endif
+}
+
+}  // namespace cuep
