@@ -112,6 +112,13 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int t, con
     }
 }
 
+// Of this thread's k, beside a row that lies in this rank's memory.
+CUEP_DEVICE Header stored_header(const Params& p, int bank, int src, int slot) {
+    if (threadIdx.x >= kNumTopk) return {-1, 0, 0.0f};
+    const int4 sent = header_of(p, p.rank, bank, src, slot)[threadIdx.x];
+    return {sent.x, sent.y, __int_as_float(sent.z)};
+}
+
 // A row that lies in this rank's memory, with its header.
 CUEP_DEVICE void deliver_from(
     const Params& p, int bank, int src, int slot, uint32_t token, const uint4* row, Shared& s) {
@@ -120,12 +127,7 @@ CUEP_DEVICE void deliver_from(
     for (int j = 0; j < kPiecesPerThread; j++) {
         if (piece_at(j) < kNumPieces) v[j] = load_16(row + piece_at(j));
     }
-    Header header{-1, 0, 0.0f};
-    if (threadIdx.x < kNumTopk) {
-        const int4 sent = header_of(p, p.rank, bank, src, slot)[threadIdx.x];
-        header = {sent.x, sent.y, __int_as_float(sent.z)};
-    }
-    deliver(p, src, slot, token, header, v, s);
+    deliver(p, src, slot, token, stored_header(p, bank, src, slot), v, s);
 }
 
 // Own tokens need no slot and no flag. The one that this launch sent last is still in registers, for the others the
@@ -136,14 +138,15 @@ CUEP_DEVICE void receive_own(const Params& p, int bank, int num_tokens, int last
         const int slot = t == last ? -1 : p.own_slot[t];
         if (slot < 0) continue;
         __syncthreads();  // the row before this one has been delivered
-        const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
         if constexpr (kIsQuant) {
             load_token(p, t, token);
             stage(token, s.staging);
             __syncthreads();
-            row = s.staging.row;
+            unstage(s.staging, token);
+            deliver(p, p.rank, slot, t, stored_header(p, bank, p.rank, slot), token.row, s);
+        } else {
+            deliver_from(p, bank, p.rank, slot, t, reinterpret_cast<const uint4*>(p.x + t * p.x_stride), s);
         }
-        deliver_from(p, bank, p.rank, slot, t, row, s);
     }
 }
 
