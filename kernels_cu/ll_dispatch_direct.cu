@@ -9,6 +9,7 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
+constexpr int kFlagBatch = 4;
 constexpr int kSrcBytes = 14336, kScaleBytes = 0;
 constexpr bool kIsRankMajor = false;
 constexpr bool kHasPacketSlots = false;
@@ -21,6 +22,7 @@ using src_t = cuep::bf16_t;
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kScaleBytes=0 src_t=float kHasPacketSlots=false
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
+CUEP_TUNABLE(kFlagBatch, 4, 2);  // tokens of a block whose flags are released together, behind one fence
 constexpr bool kIsPacket = false;
 static_assert(kIsPacket == kHasPacketSlots, "cuep/layout.py lays out slots of packets for variants named packet...");
 constexpr int kParts = 1;
@@ -79,13 +81,28 @@ struct Params {
 
 CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
+// Flags that are still to be released; each thread's own column.
+struct Unreleased {
+    uint64_t* flag[kFlagBatch][kNumRanks];  // null: no row for that rank
+    uint32_t token[kFlagBatch][kNumRanks];
+};
+
 // Headers of rows in slots, and of this rank's own rows: {expert, place, weight's bits, unused} for each k.
 CUEP_DEVICE int4* header_of(const Params& p, int dst, int bank, int src, int64_t slot) {
     return reinterpret_cast<int4*>(p.arena[dst] + p.headers_offset) + slot_at(p, bank, src, slot) * kNumTopk;
 }
 
-// Stores token t, whose slots are known, at every rank that owns one of its experts, and releases its flags.
-CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int t, const Token& token, const Outgoing& out) {
+// Stores token t, whose slots are known, at every rank that owns one of its experts. num_sent: tokens whose flags are
+// still to be released, which the last one of a block must do.
+CUEP_DEVICE void send(const Params& p,
+                      const Operation& op,
+                      int bank,
+                      int t,
+                      bool is_last,
+                      const Token& token,
+                      const Outgoing& out,
+                      int& num_sent,
+                      Unreleased& unreleased) {
     const int tid = threadIdx.x;
     const uint32_t rank_mask = out.rank_mask;
 #pragma unroll
@@ -106,10 +123,22 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int t, con
         header_of(p, dst, bank, p.rank, out.slot[dst])[k] =
             make_int4(header.expert, header.place, __float_as_int(header.weight), 0);
     }
-    __syncthreads();
-    if (tid < kNumRanks && tid != p.rank && (rank_mask >> tid & 1u)) {  // pairs with the wait in take
-        st_release_sys(flag_of(p, tid, bank, p.rank, out.slot[tid]), tagged(op, static_cast<uint32_t>(t)));
+    if (tid < kNumRanks) {
+        const bool has_row = tid != p.rank && (rank_mask >> tid & 1u);
+        unreleased.flag[num_sent][tid] = has_row ? flag_of(p, tid, bank, p.rank, out.slot[tid]) : nullptr;
+        unreleased.token[num_sent][tid] = static_cast<uint32_t>(t);
     }
+    num_sent++;
+    if (num_sent < kFlagBatch && !is_last) return;
+    __syncthreads();
+    if (tid < kNumRanks) {
+        fence_acq_rel_sys();  // with the stores behind it a release; pairs with the wait in take
+        for (int i = 0; i < num_sent; i++) {
+            uint64_t* flag = unreleased.flag[i][tid];
+            if (flag != nullptr) st_relaxed_sys(flag, tagged(op, unreleased.token[i][tid]));
+        }
+    }
+    num_sent = 0;
 }
 
 // Of this thread's k, beside a row that lies in this rank's memory.
@@ -161,12 +190,17 @@ CUEP_DEVICE bool take(const Params& p, const Operation& op, int bank, int src, i
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ll_dispatch_direct(const __grid_constant__ Params p) {
     __shared__ Shared s;
+    __shared__ Unreleased unreleased;
+    int num_sent = 0;
     dispatch(
         p,
         s.out,
         s.staging,
+        s.counted,
         s.counts,
-        [&](const Operation& op, int bank, int t, const Token& token) { send(p, op, bank, t, token, s.out); },
+        [&](const Operation& op, int bank, int t, bool is_last, const Token& token) {
+            send(p, op, bank, t, is_last, token, s.out, num_sent, unreleased);
+        },
         [&](const Operation& op, int bank, int num_tokens, int last, Token& token) {
             receive_own(p, bank, num_tokens, last, token, s);
             return receive(p, op, bank, s, [&](int src, int slot) { return take(p, op, bank, src, slot, s); });

@@ -112,6 +112,8 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int t, con
 // of a team share none of it.
 CUEP_DEVICE void receive_own(const Params& p, int num_tokens, int last, Token& token, Shared& s) {
     if (last >= 0 && (s.out.rank_mask >> p.rank & 1u)) deliver_own(p, last, token, s);
+    if (team() == last || team() >= num_tokens) return;  // the only one, or none
+    begin_counting(s.counted);
     for (int t = team(); t < num_tokens; t += num_teams()) {
         if (t == last) continue;
         Earlier earlier;
@@ -122,7 +124,7 @@ CUEP_DEVICE void receive_own(const Params& p, int num_tokens, int last, Token& t
         stage(token, s.staging);
         __syncthreads();
         unstage(s.staging, token);
-        count_before(p, t, earlier, s.out);
+        count_before(p, t, earlier, s.counted, s.out);
         if (s.out.rank_mask >> p.rank & 1u) deliver_own(p, t, token, s);
     }
 }
@@ -159,8 +161,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         p,
         s.out,
         s.staging,
+        s.counted,
         s.counts,
-        [&](const Operation& op, int bank, int t, const Token& token) { send(p, op, bank, t, token, s.out); },
+        [&](const Operation& op, int bank, int t, bool, const Token& token) { send(p, op, bank, t, token, s.out); },
         [&](const Operation& op, int bank, int num_tokens, int last, Token& token) {
             receive_own(p, num_tokens, last, token, s);
             int turn = 0;  // two words by turns: one may still be read when the next is written

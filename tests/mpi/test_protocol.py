@@ -144,6 +144,22 @@ PLANTED = [
         {"num_buffers": 1},
     ),
     (
+        "ll dispatch keeps the flags of a block's last tokens",
+        "ll_dispatch_direct.cu",
+        "if (num_sent < kFlagBatch && !is_last) return;",
+        "if (num_sent < kFlagBatch) return;",
+        "ll",
+        {},
+    ),
+    (
+        "ll dispatch counts the tokens before its own twice",
+        "include/cuep/ll_dispatch.cuh",
+        "if (tid == 0) counted.num_tokens = t;",
+        "",
+        "ll",
+        {},
+    ),
+    (
         "ll does not say that a bank was read",
         "include/cuep/ll.cuh",
         "if (is_own_free && is_clerk()) publish_last_read(p, op, bank);",

@@ -11,6 +11,7 @@ namespace cuep {
 struct Shared {
     Outgoing out;
     Staging staging;
+    Counted counted;
     Counts counts;
     int32_t dst_row[kNumTopk];  // of the row being delivered
     uint32_t token[2];          // of the row being received, and of the one before

@@ -46,6 +46,13 @@ struct Outgoing {
     uint32_t rank_mask;       // whose experts these are
 };
 
+// Rows of this rank's tokens up to num_tokens - 1, in shared memory.
+struct Counted {
+    int32_t experts[kIsRankMajor ? 1 : kNumExperts];
+    int32_t ranks[kNumRanks];
+    int32_t num_tokens;
+};
+
 // How many rows go where, in shared memory.
 struct Counts {
     int32_t experts[kNumExperts];  // sender: rows of each expert; receiver: its own use
@@ -157,35 +164,38 @@ CUEP_DEVICE void load_earlier(const Params& p, int num_rows, bool has_pairs, Ear
     }
 }
 
-// visit(expert), by whole warps, of all pairs of the first num_tokens tokens; -1 where there is none.
+// visit(expert) of all pairs of tokens first to end - 1 that have an expert.
 template <class Params, class Visit>
-CUEP_DEVICE void for_pairs(const Params& p, int num_tokens, const Earlier& earlier, Visit visit) {
-    const int tid = threadIdx.x, num_pairs = num_tokens * kNumTopk, warp_start = warp_idx() * kWarpSize;
+CUEP_DEVICE void for_pairs(const Params& p, int first, int end, const Earlier& earlier, Visit visit) {
+    const int tid = threadIdx.x;
 #pragma unroll
     for (int j = 0; j < kPairsAhead; j++) {
-        if (warp_start + j * kNumThreads >= num_pairs) continue;
-        int32_t expert[1] = {-1};
-        if (tid + j * kNumThreads < num_pairs) check_ids<kNumExperts>(earlier.pair[j], p.is_int64, expert);
-        visit(expert[0]);
+        const int i = tid + j * kNumThreads;
+        if (i < first * kNumTopk || i >= end * kNumTopk) continue;
+        int32_t expert[1];
+        check_ids<kNumExperts>(earlier.pair[j], p.is_int64, expert);
+        if (expert[0] >= 0) visit(expert[0]);
     }
 #pragma unroll 1
-    for (int first = kPairsAhead * kNumThreads; first + warp_start < num_pairs; first += kNumThreads) {
-        const int i = first + tid;
-        visit(i < num_pairs ? load_expert<kNumExperts>(p.topk_idx, p.is_int64, i) : -1);
+    for (int i = max(kPairsAhead * kNumThreads, first * kNumTopk) + tid; i < end * kNumTopk; i += kNumThreads) {
+        const int32_t expert = load_expert<kNumExperts>(p.topk_idx, p.is_int64, i);
+        if (expert >= 0) visit(expert);
     }
 }
 
-// Adds, for the first num_tokens tokens, how many have an expert at each rank. bad(num): of a token whose ids are out
-// of range.
+// Adds, for tokens first to end - 1, how many have an expert at each rank. bad(num): of a token whose ids are out of
+// range. Whole warps.
 template <class Params, class Bad>
-CUEP_DEVICE void count_slots(const Params& p, int num_tokens, const Earlier& earlier, int32_t* slots, Bad bad) {
+CUEP_DEVICE void count_slots(const Params& p, int first, int end, const Earlier& earlier, int32_t* slots, Bad bad) {
     const int tid = threadIdx.x, warp_start = warp_idx() * kWarpSize;
 #pragma unroll 1
-    for (int first = 0; first + warp_start < num_tokens; first += kNumThreads) {
+    for (int from = first / kNumThreads * kNumThreads; from + warp_start < end; from += kNumThreads) {
+        const int t = from + tid;
+        if (from + warp_start + kWarpSize <= first) continue;
         uint32_t rank_mask = 0;
-        if (first + tid < num_tokens) {
+        if (t >= first && t < end) {
             RawIds<kNumTopk> raw = earlier.token;
-            if (first > 0) load_raw(p.topk_idx, p.is_int64, static_cast<int64_t>(first + tid) * kNumTopk, raw);
+            if (from > 0) load_raw(p.topk_idx, p.is_int64, static_cast<int64_t>(t) * kNumTopk, raw);
             int32_t experts[kNumTopk];
             const uint32_t num_bad = check_ids<kNumExperts>(raw, p.is_int64, experts);
             if (num_bad != 0) bad(num_bad);
@@ -215,21 +225,28 @@ CUEP_DEVICE void begin_outgoing(const Params& p, const Token& token, Outgoing& o
     if (lane == 0) out.rank_mask = rank_mask;
 }
 
-// Slots of token t: rows to the same rank that come before it on this rank. expert-major: places as well.
+// Counts the tokens before t, from those on that have been counted, and gives token t its slots and, expert-major, its
+// places. Behind a barrier after begin_outgoing, and ends with one.
 template <class Params>
-CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Outgoing& out) {
+CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Counted& counted, Outgoing& out) {
     if (t == 0) return;
-    count_slots(p, t, earlier, out.slot, [](uint32_t) {});
+    const int tid = threadIdx.x, first = counted.num_tokens;
+    count_slots(p, first, t, earlier, counted.ranks, [](uint32_t) {});
     if constexpr (!kIsRankMajor) {
-        for_pairs(p, t, earlier, [&](int32_t expert) {
-#pragma unroll 4
-            for (int k = 0; k < kNumTopk; k++) {
-                const uint32_t same = __ballot_sync(0xffffffffu, expert >= 0 && expert == out.expert[k]);
-                if (same != 0 && lane_idx() == 0) atomicAdd(&out.place[k], __popc(same));
-            }
-        });
+        for_pairs(p, first, t, earlier, [&](int32_t expert) { atomicAdd(&counted.experts[expert], 1); });
     }
     __syncthreads();
+    if (tid < kNumRanks) out.slot[tid] = counted.ranks[tid];
+    if (!kIsRankMajor && tid < kNumTopk && out.expert[tid] >= 0) out.place[tid] += counted.experts[out.expert[tid]];
+    if (tid == 0) counted.num_tokens = t;
+    __syncthreads();
+}
+
+// By all threads, before a barrier.
+CUEP_DEVICE void begin_counting(Counted& counted) {
+    for (int e = threadIdx.x; !kIsRankMajor && e < kNumExperts; e += kNumThreads) counted.experts[e] = 0;
+    if (threadIdx.x < kNumRanks) counted.ranks[threadIdx.x] = 0;
+    if (threadIdx.x == 0) counted.num_tokens = 0;
 }
 
 // How many rows every expert gets from this rank, and every rank; zero tokens and refused calls publish too. One block,
@@ -245,10 +262,8 @@ CUEP_DEVICE void publish_counts(const Params& p,
                                 const Earlier& earlier,
                                 Counts& counts) {
     const int tid = threadIdx.x;
-    for_pairs(p, count, earlier, [&](int32_t expert) {
-        if (expert >= 0) atomicAdd(&counts.experts[expert], 1);
-    });
-    count_slots(p, count, earlier, counts.ranks, [&](uint32_t num_bad) {
+    for_pairs(p, 0, count, earlier, [&](int32_t expert) { atomicAdd(&counts.experts[expert], 1); });
+    count_slots(p, 0, count, earlier, counts.ranks, [&](uint32_t num_bad) {
         atom_add_relaxed_sys(&p.report->num_bad_ids, num_bad);
     });
     __syncthreads();
@@ -361,13 +376,14 @@ CUEP_DEVICE bool receive_rows(const Params& p, const Counts& counts, Take take) 
 }
 
 // The kernel, but for how rows travel.
-//   send(op, bank, t, token): token t, whose slots are known, to every rank that owns one of its experts
+//   send(op, bank, t, is_last, token): token t, whose slots are known, to every rank that owns one of its experts;
+//     is_last: of this block's
 //   receive(op, bank, num_tokens, last, token): all that this block receives, when totals (and counts) are known;
 //   `last`
 //     is the token that it sent last, still in `token` and `out`, or -1. False: gave up.
 template <class Params, class Send, class Receive>
 CUEP_DEVICE void dispatch(
-    const Params& p, Outgoing& out, Staging& staging, Counts& counts, Send send, Receive receive) {
+    const Params& p, Outgoing& out, Staging& staging, Counted& counted, Counts& counts, Send send, Receive receive) {
     begin_launch(p);
 
     // the first token comes in while control words do; whether it is one is known later
@@ -381,6 +397,7 @@ CUEP_DEVICE void dispatch(
     if (is_sender) load_token(p, team(), token);
     if (is_clerk() || (is_sender && team() > 0)) load_earlier(p, num_rows, is_clerk() || !kIsRankMajor, earlier);
     if (is_sender) {
+        begin_counting(counted);
         begin_outgoing(p, token, out);
         stage(token, staging);
     }
@@ -415,9 +432,9 @@ CUEP_DEVICE void dispatch(
                 __syncthreads();
                 unstage(staging, token);
             }
-            count_before(p, t, earlier, out);
+            count_before(p, t, earlier, counted, out);
             if (part() == 0) keep_token(p, t, out);
-            send(op, bank, t, token);
+            send(op, bank, t, t + num_teams() >= num_tokens, token);
             last = t;
         }
     }
