@@ -69,10 +69,10 @@ def test_wrong_results_are_told(tmp_path: Path) -> None:
     """A copy of cuep whose combine forgets the weights: bench --check prints what is wrong and ends with status 1."""
     for folder in ("cuep", "kernels_cu"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    kernel = tmp_path / "kernels_cu/ll_combine_direct.cu"
+    kernel = tmp_path / "kernels_cu/include/cuep/ll_combine.cuh"
     source = kernel.read_text()
-    assert source.count("add_weighted(sum, weights[first + i], v[i])") == 1
-    kernel.write_text(source.replace("add_weighted(sum, weights[first + i], v[i])", "add(sum, v[i])"))
+    assert source.count("__fmul_rn(weight, term[c])") == 1
+    kernel.write_text(source.replace("__fmul_rn(weight, term[c])", "term[c]"))
     command = [sys.executable, "-m", "cuep", "bench", "ll", "--ranks", "2", "--check", "--iterations", "1"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "CUEP_BACKEND": "cpu"}
     result = subprocess.run(

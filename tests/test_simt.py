@@ -74,7 +74,7 @@ def test_collectives(backend: CpuBackend, seed: int) -> None:
     threads, grid = kernel.threads, 3
     backend.set_seed(seed, seed % 4)
     v = np.random.default_rng(seed).integers(-99, 100, (grid, threads)).astype(np.int32)
-    out = np.full((16, grid, threads), -(2**40), np.int64)
+    out = np.full((18, grid, threads), -(2**40), np.int64)
     winners, exchange = np.zeros(grid, np.int32), np.zeros(grid, np.int32)
     values = {"in": v, "out": out, "winners": winners, "exchange": exchange}
     launch(kernel, grid, backend.stream(None), **values)
@@ -97,6 +97,8 @@ def test_collectives(backend: CpuBackend, seed: int) -> None:
     expected += [whole * ((v > 98).any(1, keepdims=True) * 2 + (v > -99).all(1, keepdims=True))]
     expected += [whole * v.sum(1, keepdims=True), whole * v.max(1, keepdims=True), whole * (threads // 2)]
     expected += [np.array([_bit_functions(int(value)) for value in v.flat])]
+    expected += [np.repeat(warps.sum(2, keepdims=True), 32, 2)]
+    expected += [np.repeat(np.bitwise_or.reduce(1 << (warps & 31), 2, keepdims=True), 32, 2)]
     for i, rows in enumerate(expected):
         np.testing.assert_array_equal(out[i], np.asarray(rows).reshape(grid, threads), err_msg=f"result {i}")
     assert (winners == 1).all()
@@ -197,6 +199,26 @@ def test_conversions(backend: CpuBackend, elem: str, dtype: Any) -> None:
         back = narrow.astype(np.float32)
     np.testing.assert_array_equal(np.isnan(widened), np.isnan(back))
     np.testing.assert_array_equal(widened.view(np.uint32)[~np.isnan(back)], back.view(np.uint32)[~np.isnan(back)])
+
+
+def test_e4m3(backend: CpuBackend) -> None:
+    """To the nearest value, ties to even, at most 448 in size; NaN is NaN."""
+    kernel = Kernel(backend, "simt_e4m3", {})
+    source = floats_of_interest()
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    ordered = np.unique(codes[np.isfinite(codes)])
+    middles = ((ordered[1:] + ordered[:-1]) / 2).astype(np.float32)
+    around = [np.nextafter(middles, np.float32(side)) for side in (-1e9, 1e9)]
+    source = np.concatenate([source.ravel(), codes, middles, *around])
+    source = source[: len(source) // 4 * 4]
+    wide, narrowed = aligned(source.shape, np.float32), aligned(source.shape, np.uint8)
+    wide[...] = source
+    launch(kernel, 1, backend.stream(None), wide=wide, narrowed=narrowed, num_words=len(source) // 4)
+    with np.errstate(all="ignore"):
+        expected = np.clip(source, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    is_nan = np.isnan(source)
+    assert (narrowed[is_nan] == 0x7F).all()
+    np.testing.assert_array_equal(narrowed[~is_nan], expected[~is_nan])
 
 
 # ---- errors that the runtime must find

@@ -5,7 +5,7 @@ CUEP_TUNABLE(kNumThreads, 96, 96);
 
 using namespace cuep;
 
-constexpr int kNumResults = 16;
+constexpr int kNumResults = 18;
 
 struct Params {
     const int32_t* in;  // [num_blocks, kNumThreads]
@@ -58,6 +58,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) simt_collectives(co
     results[13] = largest;
     results[14] = static_cast<int64_t>(float_sum);
     results[15] = __popc(v) + 100 * __ffs(v) + 10000 * __clz(v) + 1000000 * min(v, 7) + 100000000ll * max(v, 7);
+    results[16] = static_cast<int32_t>(__reduce_add_sync(kAll, static_cast<unsigned>(v)));
+    results[17] = __reduce_or_sync(kAll, 1u << (v & 31));
     for (int i = 0; i < kNumResults; i++) p.out[i * static_cast<int64_t>(gridDim.x) * blockDim.x + at] = results[i];
     if (atomicCAS(&first, -1, tid) == -1) atomicAdd(p.winners + blockIdx.x, 1);
     if (tid == 40) return;  // no longer counts for the barrier

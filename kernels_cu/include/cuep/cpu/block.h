@@ -58,8 +58,11 @@ inline const char* wait_name(Wait wait) {
                                       "__shfl_sync",
                                       "vote",
                                       "__match_any_sync",
+                                      "__reduce_add_sync",
+                                      "__reduce_or_sync",
                                       "bulk copy",
                                       "mbarrier_wait"};
+    static_assert(sizeof(kNames) / sizeof(kNames[0]) == size_t(Wait::kMbarrier) + 1, "a name for each");
     return kNames[int(wait)];
 }
 
