@@ -174,6 +174,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
         how = "graph replays" if settings.graph else "eager calls"
         config = workload.group_config(settings, {})
         form = f"{config.layout} {config.reduce}" + (f" alignment={config.alignment}" if config.alignment > 1 else "")
+        form += f" quant={config.quant}" if config.quant else ""
         print_table(
             f"{options.mode} {form} {settings.dtype} {shape}, {world.size} ranks, {how}, slowest rank, microseconds",
             columns,

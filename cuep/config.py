@@ -23,6 +23,7 @@ _REDUCES = {  # of each form, the first is what None means
     ("ht", "expert_major"): ("per_rank",),
 }
 _OPERATIONS = {"ll": ("dispatch", "combine"), "ht": ("route", "dispatch", "combine")}
+_SHARED_BYTES = 45 * 1024  # of a block's shared memory, for what grows with experts or a quantised row
 MAX_TOPK = 32
 MAX_RANKS = 32
 _MOST = {
@@ -132,6 +133,7 @@ class GroupConfig:
             _require(self.hidden % elems == 0, "hidden", self.hidden, row_rule)
         _require(_is_allocator(self.allocator), "allocator", self.allocator, "a function, a pair of functions, or None")
         if self.mode == "ll":
+            self._check_shared_memory()
             _require(self.num_buffers in (1, 2, 4, 8), "num_buffers", self.num_buffers, "1, 2, 4 or 8 with mode='ll'")
         timeout_s: Any = env.timeout_s() if self.timeout_s is None else self.timeout_s
         is_time = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
@@ -179,6 +181,16 @@ class GroupConfig:
         """For pickle and copy: a mapping proxy has neither."""
         values = {f.name: getattr(self, f.name) for f in fields(self)} | {"variants": dict(self.variants)}
         return _make_config, (values,)
+
+    def _check_shared_memory(self) -> None:
+        """ll: a block of dispatch counts rows of every expert, and holds a row while it quantises it."""
+        row = self.sent_row_bytes if self.quant else 0
+        _require(
+            row < _SHARED_BYTES // 2, "hidden", self.hidden, f"less than {_SHARED_BYTES // 2} with quant={self.quant!r}"
+        )
+        counters = 2 if self.layout == "expert_major" else 1
+        most = (_SHARED_BYTES - row) // (4 * counters)
+        _require(self.num_experts <= most, "num_experts", self.num_experts, f"at most {most} with mode='ll'")
 
     def _choose(self, name: str, allowed: tuple[str, ...], where: str = "") -> None:
         """Give a setting that is None the first of what is allowed; refuse any other that is not."""

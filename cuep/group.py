@@ -278,24 +278,33 @@ class Group:
 
     def put_behind(self, stream: Stream) -> None:
         """What is enqueued on `stream` from now on comes after the group's operations so far."""
+        if stream.is_capturing():
+            return
         for other in (self._last_stream, self._captured_stream):
-            if other is not None and other.key != stream.key and not (stream.is_capturing() or other.is_capturing()):
+            if other is not None and other.key != stream.key and not other.is_capturing():
                 stream.wait(other.record())
+                if other is self._captured_stream:
+                    self._captured_stream = None
 
     def fallback_stream(self) -> Stream:
-        return self._call_stream or self.world.backend.stream(None)
+        return self._last_stream or self.world.backend.stream(None)
+
+    def go_on_at(self, stream: Stream) -> None:
+        """Put the next operation, on `stream`, behind the group's previous one."""
+        last, captured = self._last_stream, self._captured_stream
+        if last is None or last.key != stream.key or (captured is not None and captured.key != stream.key):
+            if stream.is_capturing():  # nothing of it runs now, and eager work goes on where it was
+                if getattr(stream, "owner", None) is not None:  # else nobody says how long it lives
+                    self._captured_stream = stream
+                return
+            self.put_behind(stream)
+        self._last_stream = stream
 
     def choose_stream(self, stream: Any, like: Any) -> Stream:
         """The stream of an operation, put behind the group's previous one."""
         chosen: Stream = self.world.backend.stream(stream, like)
         self._call_stream = chosen
-        known = (self._last_stream, self._captured_stream)
-        if any(other is not None and other.key != chosen.key for other in known) or self._last_stream is None:
-            if chosen.is_capturing():  # nothing of it runs now, and eager work goes on where it was
-                self._captured_stream = chosen
-                return chosen
-            self.put_behind(chosen)
-        self._last_stream = chosen
+        self.go_on_at(chosen)
         return chosen
 
     def view(self, array: Any, name: str, *, is_written: bool = False) -> View:
@@ -333,7 +342,7 @@ class Group:
             if self._call_stream is not None and self._call_stream.is_capturing():
                 raise OrderError(f"{call} waits for the device, which a stream capture does not allow")
             for stream in {self._last_stream, self._captured_stream, self._call_stream}:
-                if stream is not None:
+                if stream is not None and not stream.is_capturing():
                     stream.synchronize()
             self.raise_pending()
             self._check_epochs()

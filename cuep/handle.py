@@ -39,8 +39,8 @@ class Received:
             rows, by source rank, token; ht expert_major [R, H], expert_counts[l] rows from expert_offsets[l] on, by
             source rank, token, k.
         scales: with GroupConfig.quant, one for each 128 values of a row, in the order of tokens: [..., H // 128]
-            float32, or uint8 exponents e of 2**(e - 127) (ue8m0). tokens are float8_e4m3fn then, or bytes (uint8) where
-            the array library has no such dtype.
+            float32, or uint8 exponents e of 2**(e - 127) (ue8m0). tokens are float8_e4m3fn then, or bytes (uint8) from
+            CuPy, Numba, and JAX on a GPU.
         expert_counts: int32 [L], rows of each local expert (rank_major and flat: (row, k) pairs).
         expert_offsets: int32 [L+1], first row of each expert's zone in tokens.reshape(-1, H) (expert_major).
         src_rank_counts: int32, rows from each source rank: [L, N] (expert_major) or [N].

@@ -175,6 +175,7 @@ class ModeKernel:
 
     def refuse(self, record: FastRecord, stream: Stream, *objects: Any) -> None:
         """Enqueue this rank's part as one that it refuses: no tokens, and a word that tells the peers."""
+        self._group.go_on_at(stream)  # which may be one that the call did not get to choose
         with changed(record, num_tokens=0, num_tokens_at=0, is_send=True, is_receive=True, is_refused=True):
             self.launch(record, stream, *objects)
 

@@ -162,9 +162,9 @@ def quantise(x: Array, scale_format: str) -> tuple[Array, Array]:
 
 def dequantise(values: Array, scales: Array) -> FloatArray:
     """What quantised rows stand for, [..., H] float32."""
-    factors = np.exp2(scales.astype(np.float32) - 127) if scales.dtype == np.uint8 else scales
     blocks = values.astype(np.float32).reshape(*scales.shape, QUANT_BLOCK)
     with np.errstate(all="ignore"):
+        factors = np.exp2(scales.astype(np.float32) - 127) if scales.dtype == np.uint8 else scales
         rows: FloatArray = (blocks * factors[..., None]).astype(np.float32).reshape(values.shape)
     return rows
 

@@ -78,9 +78,9 @@ class CudaBackend:
         return self._heap.allocate(num_bytes)
 
     def empty(self, shape: tuple[int, ...], dtype: Any, allocator: Any = None) -> Array:
+        """allocator: a CuPy allocator (bytes -> MemoryPointer), or a pair alloc(bytes) -> address, free(address)."""
         if np.dtype(dtype).name.startswith("float8"):  # CuPy has none
             dtype = np.dtype(np.uint8)
-        """allocator: a CuPy allocator (bytes -> MemoryPointer), or a pair alloc(bytes) -> address, free(address)."""
         try:
             with self._context.current():
                 if allocator is None:

@@ -35,9 +35,10 @@ def expect(world: World, options: Options) -> Expected:
         return Expected(received, None, _expected_combine(inputs, x, cfg, world.rank))
     sent = [reference.quantise(rows, cfg.scale_format) for rows in inputs.x]
     received = reference.dispatch(replace(inputs, x=[values for values, _ in sent]), world.rank, cfg)
-    scales = np.array([sent[rank][1][token] for rank, token in received.source[:, :2]], sent[0][1].dtype)
-    rows = reference.dequantise(*sent[world.rank])
-    return Expected(received, scales, _expected_combine(inputs, rows, cfg, world.rank))
+    rows = [sent[rank][1][token] for rank, token in received.source[:, :2]]
+    scales = np.array(rows, sent[0][1].dtype).reshape(-1, cfg.scales_per_row)
+    x = reference.dequantise(*sent[world.rank])
+    return Expected(received, scales, _expected_combine(inputs, x, cfg, world.rank))
 
 
 def problems(world: World, expected: Expected, received: Any, combined: Any) -> list[str]:
