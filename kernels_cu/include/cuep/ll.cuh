@@ -13,6 +13,7 @@ namespace cuep {
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 constexpr int kNumPeers = kNumRanks - 1;
 constexpr int kRowVecs = kRowBytes / 16;
+static_assert(kNumThreads >= kNumRanks && kNumThreads >= kNumTopk, "one thread for each rank, and for each k");
 
 // A row in pieces, and which of them a thread handles: of 16 bytes or, where rows travel as packets (packet.cuh), of
 // 12, so that a piece fills a packet. Either is held in a uint4. The kParts blocks of a team share a row: with few
@@ -61,7 +62,6 @@ CUEP_DEVICE int team() {
     const int number = static_cast<int>(blockIdx.x) / kParts;
     return number < num_teams() ? number : 1 << 30;
 }
-static_assert(kNumThreads >= kNumRanks && kNumThreads >= kNumTopk, "one thread for each rank, and for each k");
 
 // The operation of this kernel: a new one if it sends, else the one that the handle's send began.
 template <class Params>

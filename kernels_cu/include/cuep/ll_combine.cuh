@@ -185,13 +185,12 @@ CUEP_DEVICE void write_sum(const Params& p, int64_t t, int piece, float (&sum)[k
 }
 
 // The kernel, but for what the forms do differently.
-//   look_up(answer), show(answer): where the row, or rows, of an answer lie: loads, and then, by the first warp, for
-//   all
-//     behind a barrier
+//   look_up(answer): loads that tell where the row, or rows, of an answer lie
+//   show(answer): what they tell, by the first warp, for all behind a barrier
 //   send(op, bank, most, answer): all that this block sends, from that answer on
-//   look_up_term(t, term), follow(term), prepare(bank, t, term): what can be known of a token that is summed, before
-//   its
-//     rows are there: loads, loads that need those, and, for all behind a barrier, what comes of it
+//   look_up_term(t, term), follow(term): loads, and loads that need those, of what can be known of a token that is
+//     summed before its rows are there
+//   prepare(bank, t, term): what comes of them, for all behind a barrier
 //   sum(op, bank, t, term): y[t], waiting for its rows. False: gave up.
 template <class Params, class LookUp, class Show, class Send, class LookUpTerm, class Follow, class Prepare, class Sum>
 CUEP_DEVICE void combine(const Params& p,

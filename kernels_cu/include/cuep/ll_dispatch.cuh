@@ -378,9 +378,8 @@ CUEP_DEVICE bool receive_rows(const Params& p, const Counts& counts, Take take) 
 // The kernel, but for how rows travel.
 //   send(op, bank, t, is_last, token): token t, whose slots are known, to every rank that owns one of its experts;
 //     is_last: of this block's
-//   receive(op, bank, num_tokens, last, token): all that this block receives, when totals (and counts) are known;
-//   `last`
-//     is the token that it sent last, still in `token` and `out`, or -1. False: gave up.
+//   receive(op, bank, num_tokens, last, token): all that this block receives, when totals (and counts) are known.
+//     last: the token that it sent last, still in `token` and `out`, or -1. False: gave up.
 template <class Params, class Send, class Receive>
 CUEP_DEVICE void dispatch(
     const Params& p, Outgoing& out, Staging& staging, Counted& counted, Counts& counts, Send send, Receive receive) {

@@ -2,8 +2,9 @@
 //
 // In each block: amax = max(|x|, 1e-4); scale = amax / 448, with ue8m0 rounded up to a power of two; value = e4m3(x *
 // (1 / scale)), to nearest even, at most 448 in size. The floor of amax (as in DeepEP, so that quantised rows are the
-// same) keeps scales of zero and tiny blocks positive and finite: their values are 0. A block with a NaN or an infinity
-// comes out as NaN in all places where x * 0 or x * NaN is NaN, and its scale is infinite or NaN.
+// same) keeps the scales of zero and tiny blocks positive and finite. Values of at most 2^-10 of the scale become 0. A
+// block with a NaN or an infinity comes out as NaN in all places where x * 0 or x * NaN is NaN, and its scale is
+// infinite or NaN.
 #pragma once
 #include <cuep/convert.cuh>
 
