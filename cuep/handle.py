@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cuep import arrays, layout
 from cuep.backend import Array
 from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, OrderError
-from cuep.launching import CombineCall, address
+from cuep.launching import CombineCall, address, check_takes
 from cuep.status import ROUTE, Refusal
 
 if TYPE_CHECKING:
@@ -471,7 +471,7 @@ class Handle:
             shape = group.mode.row_weight_grads_shape(self)
             arrays.check_shape(grads, "row_weight_grads", shape, ("float32",))
             _check_contiguous(grads, "row_weight_grads")
-        group.mode.check_takes("combine", bias=bool(given), row_weight_grads=grads is not None)
+        check_takes(self.state.combine, "combine", bias=bool(given), row_weight_grads=grads is not None)
         y = self._y_view if out is None else self._check_output_like(out, "out", is_written=True)
         written, what = arrays.rows_of(y), "out" if out is not None else "this handle's own y"
         for name, read in (("expert_out", expert_out), ("topk_weights", weights), ("row_weight_grads", grads)):
@@ -515,10 +515,9 @@ class Handle:
             group = self._group
             fields = group.mode.received(self)
             exported = {k: group.export(v, framework) for k, v in fields.items() if k != "tokens"}
-            if out is None:
-                exported["tokens"] = group.export(fields["tokens"], framework, group.cfg.recv_dtype)
             if out is not None:
-                return Received(**(exported | {"tokens": out}))
+                return Received(tokens=out, **exported)
+            exported["tokens"] = group.export(fields["tokens"], framework, group.cfg.recv_dtype)
             kept = Received(**exported, lease=self.state.lease)
             if arrays.is_ordered(framework):
                 self._exports[key] = kept

@@ -13,7 +13,7 @@ from cuep import layout
 from cuep.arrays import Rows, View, check_rows
 from cuep.backend import Array, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
-from cuep.launching import CombineCall, KernelSpec, check_takes, elem_type, load_kernels, set_combine, set_count
+from cuep.launching import CombineCall, KernelSpec, elem_type, load_kernels, set_combine, set_count
 from cuep.params import Constant, FastRecord
 
 if TYPE_CHECKING:
@@ -156,10 +156,6 @@ class HighThroughput:
     def row_weight_grads_shape(self, handle: Handle) -> tuple[int | None, ...]:
         """Of combine's row_weight_grads; None: at least as many as rows were received."""
         return (None, self._group.cfg.num_topk) if self._is_flat else (None,)
-
-    def check_takes(self, op: str, **options: bool) -> None:
-        """ArgumentError if this variant of combine has no place for an option that is used."""
-        check_takes(self._refusal.combine, op, **options)
 
     def combine(self, handle: Handle, call: CombineCall, stream: Stream, *, send_only: bool) -> int:
         record, grads = handle.state.combine, call.row_weight_grads

@@ -17,7 +17,6 @@ from cuep.launching import (
     CombineCall,
     KernelSpec,
     changed,
-    check_takes,
     elem_type,
     load_kernels,
     set_combine,
@@ -148,10 +147,6 @@ class LowLatency:
         cfg = self._group.cfg
         zones, rows, _ = self._combine_shape
         return (zones, rows, cfg.num_topk) if cfg.layout == "rank_major" else (zones, rows)
-
-    def check_takes(self, op: str, **options: bool) -> None:
-        """ArgumentError if this variant of combine has no place for an option that is used."""
-        check_takes(self._refusal.combine, op, **options)
 
     def combine(self, handle: Handle, call: CombineCall, stream: Stream, *, send_only: bool) -> int:
         record = handle.state.combine

@@ -112,16 +112,20 @@ def _answers(world: World, options: Options, received: Any) -> Array:
     backend, xp = world.backend, world.backend.xp
     config = group_config(options, {})
     tokens = received.tokens.reshape(-1, config.hidden)
-    scales = None if received.scales is None else received.scales.reshape(len(tokens), -1)
+    scales: Any = received.scales
     dtype = layout.dtype_of(config.combine_dtype)
     answers = backend.empty(tokens.shape, dtype)
+    values = None  # of each code
+    if scales is not None:
+        scales = scales.reshape(len(tokens), -1)
+        codes = np.arange(256, dtype=np.uint8).view(layout.dtype_of(config.recv_dtype))
+        values = backend.asarray(codes.astype(np.float32))
 
     def fill(first: int, end: int, num_rows: Array, owner: int) -> None:
         rows = tokens[first:end]
-        if scales is not None:
-            codes = np.arange(256, dtype=np.uint8).view(layout.dtype_of(config.recv_dtype)).astype(np.float32)
-            values = backend.asarray(codes)[rows.view(xp.uint8)]
-            rows = (values.reshape(len(rows), -1, QUANT_BLOCK) * scales[first:end, :, None]).reshape(rows.shape)
+        if values is not None:
+            blocks = values[rows.view(xp.uint8)].reshape(len(rows), -1, QUANT_BLOCK)
+            rows = (blocks * scales[first:end, :, None]).reshape(rows.shape)
         is_row = xp.arange(len(rows)) < num_rows
         scaled = rows.astype(xp.float32) * xp.float32(scale(owner))
         answers[first:end] = xp.where(is_row[:, None], scaled, xp.float32("nan")).astype(dtype)
