@@ -206,6 +206,26 @@ def _export_jax(array: Array, backend: Backend, stream: Stream | None) -> Any:
         return jax.device_put(np.array(array), jax.devices("cpu")[0])
 
 
+def allowed_dtypes(dtype: str, meaning: str = "") -> tuple[str, ...]:
+    """Names of what may be passed for elements of `dtype`: not every library has the small ones. meaning: of scales."""
+    if dtype.startswith("float8"):
+        return dtype, "uint8"
+    return (dtype, *_ALSO.get((dtype, meaning), ()))
+
+
+_ALSO = {
+    ("uint8", "ue8m0"): ("float8_e8m0fnu",),
+    ("uint8", "e4m3"): ("float8_e4m3fn",),
+    ("int32", "ue8m0"): ("uint32",),
+}
+
+
+def check_takes_strides(array: View, name: str, backend: Backend, what: str) -> None:
+    """Results come in the framework of `array`, and JAX has no strided arrays."""
+    if backend.name == "cuda" and framework(array.owner) in _JAX:
+        raise ArgumentTypeError(f"{name}: got a JAX array, which {what} does not allow, as JAX has no strided arrays")
+
+
 def check_matrix(
     array: View, name: str, rows: int | None, columns: int, dtypes: tuple[str, ...], max_rows: int | None = None
 ) -> None:
@@ -260,6 +280,21 @@ def check_apart(read: View, name: str, written: Rows, what: str) -> None:
         if row_bytes <= ahead <= stride - row_bytes_w:
             return
     raise ArgumentError(f"{name} lies in {what}")
+
+
+def check_disjoint(read: View, name: str, written: View, what: str) -> None:
+    """The same of arrays of any strides, by the memory from their first to their last element."""
+    (first, end), (first_w, end_w) = _span(read), _span(written)
+    if first < end_w and first_w < end:
+        raise ArgumentError(f"{name} lies in {what}")
+
+
+def _span(view: View) -> tuple[int, int]:
+    if 0 in view.shape:
+        return 0, 0
+    reach = [(size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)]
+    low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    return view.address + low, view.address + high + _itemsize(view.dtype)
 
 
 def check_rows(view: View, name: str, row_bytes: int) -> None:

@@ -13,8 +13,12 @@ from cuep import env
 from cuep.errors import ArgumentError
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-QUANT_BLOCK = 128  # values that share a scale
-SCALE_BYTES = {"fp32": 4, "ue8m0": 1}
+QUANT_BLOCK = 128  # values that share a scale that cuep makes
+_QUANTS = (None, "fp8_block128", "forward")
+_QUANT_SCALES = {"fp32": 4, "ue8m0": 1}  # bytes of a scale that cuep makes
+_FORWARDED = {"float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "float4_e2m1fn_x2": 2}  # values in a byte
+_SCALE_DTYPES = {"fp32": "float32", "ue8m0": "uint8", "bf16": "bfloat16", "fp16": "float16", "e4m3": "uint8"}
+_SCALE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 _LAYOUTS = {"ll": ("expert_major", "rank_major"), "ht": ("flat", "expert_major")}
 _REDUCES = {  # of each form, the first is what None means
     ("ll", "expert_major"): ("exact", "per_rank"),
@@ -53,8 +57,11 @@ class GroupConfig:
         hidden: elements of a row (H); a row must be a multiple of 16 bytes.
         num_topk: experts per token (K), 1 to 32.
         max_tokens_per_rank: the most tokens (B) that any rank brings to one dispatch.
-        dtype: element type of rows that are dispatched: "bfloat16", "float16" or "float32".
-        combine_dtype: element type of what combine takes, sends and returns. None: dtype.
+        dtype: element type of rows that are dispatched: "bfloat16", "float16" or "float32"; with quant="forward"
+            "float8_e4m3fn", "float8_e5m2", "int8", "uint8", or "float4_e2m1fn_x2": two values in each byte. Such rows
+            are passed in that dtype or as bytes (uint8; of float4 there are H/2).
+        combine_dtype: element type of what combine takes, sends and returns. None: dtype, or with quant="forward"
+            "bfloat16".
         reduce: how combine sums. "exact" (ll expert_major; the default there): fp32 sum of weight * row in top-k order,
             rounded once. "per_rank": every rank sends one row per token; the ranks' rows are added in rank order in
             fp32 and rounded once. With expert_major that row is the rank's weighted fp32 sum over its own experts in
@@ -66,8 +73,14 @@ class GroupConfig:
         alignment: ht expert_major: every expert's zone starts at a multiple of this many rows.
         quant: ll: "fp8_block128" quantises rows while they are sent: Received.tokens are e4m3 values with one scale for
             each 128 of them (Received.scales); how is in kernels_cu/include/cuep/quant.cuh. hidden must be a multiple
-            of 128. What combine takes is not quantised. None: rows travel as they are.
-        scale_format: of these scales: "fp32", or "ue8m0", powers of two as one byte, the exponent.
+            of 128. "forward": the caller's quantised rows and their scales travel as they are: dispatch(x, scales).
+            What combine takes is not quantised. None: rows travel as they are, and there are no scales.
+        scale_format: of scales: "fp32", or "ue8m0", powers of two as one byte, the exponent; with "forward" also
+            "bf16", "fp16" or "e4m3" (which cuep does not look into).
+        scales_per_row: with quant="forward": 0 to H. None: one for each 128 values.
+        scale_layout: of Received.scales: "row_major", or "column_major" as DeepGEMM's grouped GEMMs take them: in each
+            zone the scales of one block of all rows are adjacent, and columns begin 16-byte aligned (the array is a
+            view with such strides). "ue8m0" is packed there: four exponents in an int32, the first in its lowest byte.
         expert_ids: numbering of Received.topk_idx: "local" (0 to L-1) or "global".
         num_buffers: ll: banks that dispatch and combine each rotate through, 1, 2, 4 or 8. ht: handles that may hold
             received rows at the same time, 1 to 64.
@@ -94,6 +107,8 @@ class GroupConfig:
     alignment: int = 1
     quant: str | None = None
     scale_format: str = "fp32"
+    scales_per_row: int | None = None
+    scale_layout: str = "row_major"
     expert_ids: str = "local"
     num_buffers: int = 2
     num_sms: int | None = None
@@ -106,20 +121,16 @@ class GroupConfig:
         self._choose("layout", _LAYOUTS[self.mode], f"with mode={self.mode!r}")
         form = f"with mode={self.mode!r}, layout={self.layout!r}"
         self._choose("reduce", _REDUCES[self.mode, str(self.layout)], form)
-        self._choose("dtype", tuple(DTYPE_BYTES))
-        self._choose("combine_dtype", (self.dtype, *DTYPE_BYTES))
+        _require(self.quant in _QUANTS, "quant", self.quant, f"one of {_QUANTS}")
+        is_forward = self.quant == "forward"
+        self._choose("dtype", tuple(_FORWARDED if is_forward else DTYPE_BYTES), f"with quant={self.quant!r}")
+        self._choose("combine_dtype", tuple(DTYPE_BYTES) if is_forward else (self.dtype, *DTYPE_BYTES))
         self._choose("overflow", ("raise", "drop"))
         self._choose("expert_ids", ("local", "global"))
         for name, most in _MOST.items():
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 object.__setattr__(self, name, _count(getattr(self, name), name, most))
-        _require(self.quant in (None, "fp8_block128"), "quant", self.quant, "None or 'fp8_block128'")
-        self._choose("scale_format", tuple(SCALE_BYTES))
-        if self.quant is not None:
-            _require(self.mode == "ll", "quant", self.quant, "None with mode='ht'")
-            _require(
-                self.hidden % QUANT_BLOCK == 0, "hidden", self.hidden, f"a multiple of 128 with quant={self.quant!r}"
-            )
+        self._check_quant()
         for name, default in _HT_ONLY.items() if self.mode == "ll" else ():
             _require(getattr(self, name) == default, name, getattr(self, name), f"{default!r} with mode='ll'")
         if self.max_recv_tokens_per_rank is not None:
@@ -128,7 +139,7 @@ class GroupConfig:
         if self.layout == "flat":
             _require(self.alignment == 1, "alignment", self.alignment, f"1 {form}")
         for dtype in {self.dtype, str(self.combine_dtype)}:
-            elems = 16 // DTYPE_BYTES[dtype]
+            elems = 16 * _FORWARDED[dtype] if dtype in _FORWARDED else 16 // DTYPE_BYTES[dtype]
             row_rule = f"a row of a multiple of 16 bytes: a multiple of {elems} with {dtype}"
             _require(self.hidden % elems == 0, "hidden", self.hidden, row_rule)
         _require(_is_allocator(self.allocator), "allocator", self.allocator, "a function, a pair of functions, or None")
@@ -142,31 +153,62 @@ class GroupConfig:
         object.__setattr__(self, "variants", _checked_variants(self.variants, self.mode))
 
     @property
-    def elem_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+    def columns(self) -> int:
+        """Elements of a row of x and of Received.tokens, as arrays have them."""
+        return self.hidden // 2 if self.dtype.startswith("float4") else self.hidden
 
     @property
     def row_bytes(self) -> int:
-        return self.hidden * self.elem_bytes
+        """Bytes of a row of x."""
+        return self.columns * DTYPE_BYTES.get(self.dtype, 1)
+
+    @property
+    def array_dtype(self) -> str:
+        """Element type of x, for who has no arrays of two values in a byte."""
+        return "uint8" if self.dtype.startswith("float4") else self.dtype
 
     @property
     def recv_dtype(self) -> str:
         """Element type of Received.tokens."""
-        return "float8_e4m3fn" if self.quant else self.dtype
+        return "float8_e4m3fn" if self.quant == "fp8_block128" else self.array_dtype
 
     @property
     def recv_row_bytes(self) -> int:
         """Bytes of a row of Received.tokens."""
-        return self.hidden if self.quant else self.row_bytes
+        return self.hidden if self.quant == "fp8_block128" else self.row_bytes
 
     @property
-    def scales_per_row(self) -> int:
+    def num_scales(self) -> int:
+        """Scales of a row; 0: rows have none."""
+        if self.quant == "forward" and self.scales_per_row is not None:
+            return self.scales_per_row
         return self.hidden // QUANT_BLOCK if self.quant else 0
+
+    @property
+    def scale_columns(self) -> int:
+        """Elements of a row of Received.scales: packed scales are four of them."""
+        return -(-self.num_scales // 4) if self.scale_dtype == "int32" else self.num_scales
+
+    @property
+    def scale_dtype(self) -> str:
+        """Element type of Received.scales."""
+        is_packed = self.scale_format == "ue8m0" and self.scale_layout == "column_major"
+        return "int32" if is_packed else _SCALE_DTYPES[self.scale_format]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of an element of Received.scales."""
+        return _SCALE_BYTES[self.scale_dtype]
+
+    @property
+    def quantised_scale_bytes(self) -> int:
+        """Bytes of each scale that cuep makes; 0: it makes none."""
+        return _QUANT_SCALES[self.scale_format] if self.quant == "fp8_block128" else 0
 
     @property
     def sent_row_bytes(self) -> int:
         """Bytes of a row as it travels: values and scales, a multiple of 16."""
-        return -(-(self.recv_row_bytes + self.scales_per_row * SCALE_BYTES[self.scale_format]) // 16) * 16
+        return -(-(self.recv_row_bytes + self.scale_columns * self.scale_bytes) // 16) * 16
 
     @property
     def combine_row_bytes(self) -> int:
@@ -182,9 +224,23 @@ class GroupConfig:
         values = {f.name: getattr(self, f.name) for f in fields(self)} | {"variants": dict(self.variants)}
         return _make_config, (values,)
 
+    def _check_quant(self) -> None:
+        given = f"with quant={self.quant!r}"
+        is_forward = self.quant == "forward"
+        self._choose("scale_format", tuple(_SCALE_DTYPES if is_forward else _QUANT_SCALES), given)
+        self._choose("scale_layout", ("row_major", "column_major"))
+        if self.quant is not None:
+            _require(self.mode == "ll", "quant", self.quant, "None with mode='ht'")
+        if self.scales_per_row is not None:
+            _require(is_forward, "scales_per_row", self.scales_per_row, f"None {given}")
+            number = 0 if self.scales_per_row == 0 else _count(self.scales_per_row, "scales_per_row", self.hidden)
+            object.__setattr__(self, "scales_per_row", number)
+        elif self.quant is not None:
+            _require(self.hidden % QUANT_BLOCK == 0, "hidden", self.hidden, f"a multiple of 128 {given}")
+
     def _check_shared_memory(self) -> None:
         """ll: a block of dispatch counts rows of every expert, and holds a row while it quantises it."""
-        row = self.sent_row_bytes if self.quant else 0
+        row = self.sent_row_bytes if self.quant == "fp8_block128" else 0
         _require(
             row < _SHARED_BYTES // 2, "hidden", self.hidden, f"less than {_SHARED_BYTES // 2} with quant={self.quant!r}"
         )

@@ -38,8 +38,9 @@ class Received:
             rank_major [N, B, H], the first src_rank_counts[n] rows of each, by token; ht flat [R, H], the first total
             rows, by source rank, token; ht expert_major [R, H], expert_counts[l] rows from expert_offsets[l] on, by
             source rank, token, k.
-        scales: with GroupConfig.quant, one for each 128 values of a row, in the order of tokens: [..., H // 128]
-            float32, or uint8 exponents e of 2**(e - 127) (ue8m0). tokens are float8_e4m3fn then, or bytes (uint8) from
+        scales: with GroupConfig.quant, those of each row in the order of tokens: [..., S], S one for each 128 values
+            or scales_per_row; float32, uint8 exponents e of 2**(e - 127) (ue8m0; packed by four in int32 where they lie
+            by columns), or as the caller's. tokens are float8_e4m3fn then, or of the caller's dtype; bytes (uint8) from
             CuPy, Numba, and JAX on a GPU.
         expert_counts: int32 [L], rows of each local expert (rank_major and flat: (row, k) pairs).
         expert_offsets: int32 [L+1], first row of each expert's zone in tokens.reshape(-1, H) (expert_major).
@@ -109,11 +110,11 @@ class Handle:
         self._is_fresh = True  # its state on the device is still to be cleared
         self._newest = 0  # ticket of the newest launch on this handle
         self._sent: CombineCall | arrays.View | None = None  # what complete() still reads
-        self._into: arrays.View | None = None  # dispatch's out, which it writes
+        self._beside: tuple[arrays.View | None, ...] = ()  # what else it reads and writes: dispatch's scales and out
         self._export: Callable[[], Any] | None = None  # makes what complete() returns
         self._exports: dict[tuple[str, str, int], Any] = {}
         #: operation -> its last call: signature of the array, and what makes that call again; None if it had options
-        self._plain_calls: dict[str, tuple[Any, Callable[[Any, Any], int]] | None] = {}
+        self._plain_calls: dict[str, tuple[Any, Callable[[Any, tuple[Any, ...]], int]] | None] = {}
         backend = group.world.backend
         self.arrays: dict[str, Array] = {
             name: backend.empty(shape, layout.dtype_of(dtype), group.cfg.allocator)
@@ -158,12 +159,16 @@ class Handle:
         """
         self.route("update", topk_idx, topk_weights, num_tokens, stream)
 
-    def dispatch(self, x: Any, *, out: Any = None, send_only: bool = False, stream: Any = None) -> Received:
+    def dispatch(
+        self, x: Any, scales: Any = None, *, out: Any = None, send_only: bool = False, stream: Any = None
+    ) -> Received:
         """Send this rank's tokens to the ranks of their experts. Collective; may be repeated with the same routing.
 
         Args:
             x: [num_rows, hidden] of the group's dtype; rows may be strided, each contiguous and 16-byte aligned. As
                 many rows as topk_idx had. With send_only it must stay as it is until complete().
+            scales: with quant="forward", and only then: [num_rows, S] of the dtype of Received.scales, in any strides
+                (rows, columns, part of a wider array). S = 0: None. Stays as x does.
             out: where to put Received.tokens instead of memory of the handle: ll the same shape, with one stride for
                 all rows; ht [rows, hidden] with at least the rows of num_recv_tokens(), rows may be strided; no receive
                 buffer is held then. Fewer rows than come: ArgumentError at check() here, PeerRefused there, nothing
@@ -175,8 +180,8 @@ class Handle:
             Received: what this rank's experts get, complete in stream order (send_only: of complete()).
 
         Raises:
-            ArgumentError, ArgumentTypeError: x, out or stream does not fit, or (ht) other handles hold all receive
-                buffers; nothing is dispatched on any rank, and the next dispatch works.
+            ArgumentError, ArgumentTypeError: x, scales, out or stream does not fit, or (ht) other handles hold all
+                receive buffers; nothing is dispatched on any rank, and the next dispatch works.
             OrderError: the handle has no routing, an operation of it is pending, or too many are. Nothing is sent.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
@@ -191,12 +196,14 @@ class Handle:
             try:
                 chosen = group.choose_stream(stream, x)
                 is_plain = out is None and not send_only
-                repeat = self._repeater("dispatch", x) if is_plain else None
+                given = (x,) if scales is None else (x, scales)
+                repeat = self._repeater("dispatch", given) if is_plain else None
                 if repeat is None:
                     self._plain_calls.pop("dispatch", None)
                     view = group.view(x, "x")
+                    factors = None if scales is None else group.view(scales, "scales")
                     into = None if out is None else group.view(out, "out", is_written=True)
-                    self._check_dispatch(view, into, send_only=send_only)
+                    self._check_dispatch(view, factors, into, send_only=send_only)
             except (ArgumentError, ArgumentTypeError):
                 self._stage = Stage.ROUTED
                 group.take_turn()
@@ -204,15 +211,16 @@ class Handle:
                 raise
             group.take_turn()
             if repeat is not None:
-                self._newest = repeat(x, chosen)
+                self._newest = repeat(chosen, given)
             else:
                 is_plain = is_plain and self.topk_idx is None  # not the first of a routing
-                self._newest = group.mode.dispatch(self, view, into, chosen, send_only=send_only)
-                self._remember("dispatch", x if is_plain else None)
+                self._newest = group.mode.dispatch(self, view, factors, into, chosen, send_only=send_only)
+                self._remember("dispatch", given if is_plain else None)
             self._stage = Stage.DISPATCHED
             if send_only:
                 group.begin_pending(self)
-                self._begin_pending("dispatch", view, partial(self._received, arrays.framework(x), out), into)
+                export = partial(self._received, arrays.framework(x), out)
+                self._begin_pending("dispatch", view, export, (factors, into))
             group.leave(chosen)
             return self._received(arrays.framework(x), out)
 
@@ -271,7 +279,7 @@ class Handle:
                 chosen = group.choose_stream(stream, expert_out)
                 is_plain = isinstance(topk_weights, str) and topk_weights == "handle" and not send_only
                 is_plain = is_plain and bias is None and row_weight_grads is None and out is None
-                repeat = self._repeater("combine", expert_out) if is_plain else None
+                repeat = self._repeater("combine", (expert_out,)) if is_plain else None
                 if repeat is None:
                     self._plain_calls.pop("combine", None)
                     view = group.view(expert_out, "expert_out")
@@ -283,10 +291,10 @@ class Handle:
                 group.mode.refuse_combine(self, chosen)  # the peers wait for this rank's part
                 raise
             if repeat is not None:
-                self._newest = repeat(expert_out, chosen)
+                self._newest = repeat(chosen, (expert_out,))
             else:
                 self._newest = group.mode.combine(self, call, chosen, send_only=send_only)
-                self._remember("combine", expert_out if is_plain else None)
+                self._remember("combine", (expert_out,) if is_plain else None)
             has_grads = row_weight_grads is not None
             self._stage = Stage.COMBINED
             if send_only:
@@ -318,11 +326,11 @@ class Handle:
             like = sent.expert_out if isinstance(sent, CombineCall) else sent
             chosen = group.choose_stream(stream, None if like is None else like.owner)
             self._plain_calls.clear()
-            self._newest = group.mode.complete(self, chosen, sent, self._into)
+            self._newest = group.mode.complete(self, chosen, sent, *self._beside)
             assert self._export is not None
             export = self._export
             group.end_pending(self)
-            self.pending = self._sent = self._export = self._into = None
+            self._end_pending()
             group.leave(chosen)
             return export()
 
@@ -399,7 +407,7 @@ class Handle:
                 self.arrays, self._y_view = {}, None
                 self._exports = {}
                 self._plain_calls = {}
-                self._sent = self._export = self._into = None
+                self._end_pending()
 
     def _take_routing(self, topk_idx: Any, topk_weights: Any, num_tokens: Any) -> None:
         group, cfg = self._group, self._group.cfg
@@ -417,31 +425,61 @@ class Handle:
         self.count, self.has_device_count = (None, False) if isinstance(count, int) else (count, True)
         self.topk_idx, self.topk_weights, self.has_weights = idx, weights, weights is not None
 
-    def _repeater(self, operation: str, array: Any) -> Callable[[Any, Any], int] | None:
-        """What makes the operation's last call again, if that was on such an array and had no options either: then all
+    def _repeater(self, operation: str, given: tuple[Any, ...]) -> Callable[[Any, tuple[Any, ...]], int] | None:
+        """What makes the operation's last call again, if that was on such arrays and had no options either: then all
         is checked and set already."""
         last = self._plain_calls.get(operation)
-        if last is None or last[0] != arrays.signature(array, self._group.world.backend):
+        if last is None or last[0] != self._signature(given):
             return None
         return last[1]
 
-    def _remember(self, operation: str, array: Any) -> None:
-        """For _repeater. array: None after a call with options."""
-        group = self._group
-        seen = None if array is None else arrays.signature(array, group.world.backend)
-        repeater = None if seen is None else group.mode.repeater(operation, self)
+    def _remember(self, operation: str, given: tuple[Any, ...] | None) -> None:
+        """For _repeater. given: the call's arrays, None if it had options."""
+        seen = None if given is None else self._signature(given)
+        repeater = None if seen is None else self._group.mode.repeater(operation, self)
         self._plain_calls[operation] = None if repeater is None else (seen, repeater)
 
-    def _check_dispatch(self, x: arrays.View, out: arrays.View | None, *, send_only: bool) -> None:
+    def _signature(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        backend = self._group.world.backend
+        signatures = tuple(arrays.signature(array, backend) for array in given)
+        return None if None in signatures else signatures
+
+    def _check_dispatch(
+        self, x: arrays.View, scales: arrays.View | None, out: arrays.View | None, *, send_only: bool
+    ) -> None:
         group, cfg = self._group, self._group.cfg
-        arrays.check_matrix(x, "x", self.num_rows, cfg.hidden, (cfg.dtype,))
+        arrays.check_matrix(x, "x", self.num_rows, cfg.columns, arrays.allowed_dtypes(cfg.array_dtype))
         arrays.check_rows(x, "x", cfg.row_bytes)
+        self._check_scales(scales, out)
+        if cfg.num_scales and cfg.scale_layout == "column_major":
+            arrays.check_takes_strides(x, "x", group.world.backend, "scale_layout='column_major'")
         self._check_send_only(send_only)
         group.mode.prepare_dispatch(self, out)
         if out is not None:
             arrays.check_apart(x, "x", arrays.rows_of(out), "out, which dispatch writes")
         own = "this handle's own Received.tokens, which its dispatch writes"
         arrays.check_apart(x, "x", self.state.recv_rows, own)
+
+    def _check_scales(self, scales: arrays.View | None, out: arrays.View | None) -> None:
+        cfg = self._group.cfg
+        columns = cfg.scale_columns if cfg.quant == "forward" else 0
+        if (scales is not None) != (columns > 0):
+            allowed = f"[{self.num_rows}, {columns}] {cfg.scale_dtype}" if columns else "None"
+            given = "None" if scales is None else f"an array {list(scales.shape)}"
+            raise ArgumentError(f"scales: got {given}, allowed with quant={cfg.quant!r}: {allowed}")
+        if scales is None:
+            return
+        dtypes = arrays.allowed_dtypes(cfg.scale_dtype, cfg.scale_format)
+        arrays.check_matrix(scales, "scales", self.num_rows, columns, dtypes)
+        if any(place % cfg.scale_bytes for place in (scales.address, *scales.strides)):
+            raise ArgumentError(
+                f"scales must be aligned to their elements, got address {scales.address:#x}, strides {scales.strides}"
+            )
+        own = arrays.view(self.arrays["scales"], "scales", self._group.world.backend)
+        arrays.check_disjoint(scales, "scales", own, "this handle's own Received.scales, which its dispatch writes")
+        tokens = arrays.view(self.arrays["tokens"], "tokens", self._group.world.backend) if out is None else out
+        what = "this handle's own Received.tokens" if out is None else "out"
+        arrays.check_disjoint(scales, "scales", tokens, f"{what}, which dispatch writes")
 
     def _combine_call(
         self, expert_out: arrays.View, topk_weights: Any, bias: Any, row_weight_grads: Any, out: Any
@@ -500,9 +538,13 @@ class Handle:
         operation: str,
         sent: CombineCall | arrays.View,
         export: Callable[[], Any],
-        into: arrays.View | None = None,
+        beside: tuple[arrays.View | None, ...] = (),
     ) -> None:
-        self.pending, self._sent, self._export, self._into = operation, sent, export, into
+        self.pending, self._sent, self._export, self._beside = operation, sent, export, beside
+
+    def _end_pending(self) -> None:
+        self.pending = self._sent = self._export = None
+        self._beside = ()
 
     def _check_not_pending(self, call: str) -> None:
         if self.pending is not None:

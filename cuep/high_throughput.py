@@ -127,7 +127,10 @@ class HighThroughput:
             state.dispatch["buffer"] = state.lease.buffer
         state.is_lease_kept |= out is None
 
-    def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream, *, send_only: bool) -> int:
+    def dispatch(
+        self, handle: Handle, x: View, scales: View | None, out: View | None, stream: Stream, *, send_only: bool
+    ) -> int:
+        assert scales is None  # GroupConfig refuses quant in this mode
         state, record = handle.state, handle.state.dispatch
         record["x"] = x.address
         record["x_stride"] = x.strides[0]

@@ -204,14 +204,17 @@ def _ll_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     tokens, topk = cfg.max_tokens_per_rank, cfg.num_topk
     local_experts, rows = cfg.num_experts // num_ranks, num_ranks * tokens
     shapes: Shapes = {
-        "tokens": (combine_shape(cfg, num_ranks), cfg.recv_dtype),
+        "tokens": ((*combine_shape(cfg, num_ranks)[:-1], cfg.columns), cfg.recv_dtype),
         "own_slot": ((tokens,), "int32"),
         "num_rows": ((num_ranks,), "int32"),
         "token_idx": ((num_ranks, tokens), "int32"),
     }
-    if cfg.quant:
-        scales = (*combine_shape(cfg, num_ranks)[:-1], cfg.scales_per_row)
-        shapes["scales"] = (scales, "float32" if cfg.scale_format == "fp32" else "uint8")
+    if cfg.num_scales:
+        zones, zone_rows, _ = combine_shape(cfg, num_ranks)
+        scales = (zones, zone_rows, cfg.scale_columns)
+        if cfg.scale_layout == "column_major":
+            scales = (zones, cfg.scale_columns, scale_column_rows(cfg, zone_rows))
+        shapes["scales"] = (scales, cfg.scale_dtype)
     if cfg.layout == "rank_major":
         return shapes | {
             "recv_topk_idx": ((num_ranks, tokens, topk), "int32"),
@@ -227,6 +230,12 @@ def _ll_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     if _keeps_weights(cfg):
         shapes["recv_weights"] = ((num_ranks, tokens, topk), "float32")
     return shapes
+
+
+def scale_column_rows(cfg: GroupConfig, zone_rows: int) -> int:
+    """Elements from one column of scales to the next: columns begin at multiples of 16 bytes."""
+    rows_per_piece = 16 // cfg.scale_bytes
+    return -(-zone_rows // rows_per_piece) * rows_per_piece
 
 
 def combine_shape(cfg: GroupConfig, num_ranks: int) -> tuple[int, ...]:
@@ -261,7 +270,7 @@ def workspace_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
 
 def dtype_of(name: Any) -> np.dtype[Any]:
     """NumPy's dtype; bfloat16 and float8 come from ml_dtypes."""
-    if name in ("bfloat16", "float8_e4m3fn"):
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         import ml_dtypes
 
         name = getattr(ml_dtypes, name)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuep import layout
-from cuep.arrays import Rows, View
+from cuep.arrays import Rows, View, allowed_dtypes
 from cuep.backend import Array, Stream
-from cuep.config import DTYPE_BYTES, SCALE_BYTES, GroupConfig
+from cuep.config import DTYPE_BYTES, GroupConfig
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.launching import (
     CombineCall,
@@ -63,8 +63,12 @@ class LowLatency:
         rows_out: dict[str, Constant] = {
             "kRowBytes": cfg.sent_row_bytes,
             "kSrcBytes": cfg.row_bytes,
-            "kScaleBytes": SCALE_BYTES[cfg.scale_format] if cfg.quant else 0,
-            "src_t": elem_type(cfg.dtype if cfg.quant else "bfloat16"),  # matters where it is quantised
+            "kTokenBytes": cfg.recv_row_bytes,
+            "kQuant": cfg.quantised_scale_bytes,
+            "kNumScales": cfg.scale_columns,
+            "kScaleBytes": cfg.scale_bytes,
+            "kHasScaleColumns": cfg.num_scales > 0 and cfg.scale_layout == "column_major",
+            "src_t": elem_type(cfg.dtype if cfg.quantised_scale_bytes else "bfloat16"),  # matters where it is quantised
         }
         rows_home: dict[str, Constant] = {
             "kRowBytes": cfg.combine_row_bytes,
@@ -110,7 +114,9 @@ class LowLatency:
         record["tokens"], record["tokens_stride"] = begin, row_stride
         handle.state.recv_rows = (begin, tokens.shape[0] * tokens.shape[1], row_stride, cfg.recv_row_bytes)
 
-    def dispatch(self, handle: Handle, x: View, out: View | None, stream: Stream, *, send_only: bool) -> int:
+    def dispatch(
+        self, handle: Handle, x: View, scales: View | None, out: View | None, stream: Stream, *, send_only: bool
+    ) -> int:
         record = handle.state.dispatch
         idx, weights, count = handle.topk_idx, handle.topk_weights, handle.count
         if idx is not None:  # a new routing: the kernel reads the caller's arrays and keeps a copy
@@ -120,9 +126,12 @@ class LowLatency:
         record["routing"] = handle.routing
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
+        if scales is not None:
+            record["x_scales"] = scales.address
+            record["x_scales_row_stride"], record["x_scales_stride"] = scales.strides
         record["is_send"], record["is_receive"] = True, not send_only
         set_count(record, handle, count)
-        ticket = self._dispatch.launch(record, stream, handle.arrays, x, out, idx, weights, count)
+        ticket = self._dispatch.launch(record, stream, handle.arrays, x, scales, out, idx, weights, count)
         if idx is not None and not stream.is_capturing():  # the copy serves the dispatches that follow
             record["topk_idx"] = handle.addresses["ids"]
             record["is_int64"] = False
@@ -130,12 +139,12 @@ class LowLatency:
             handle.topk_idx = handle.topk_weights = handle.count = None
         return ticket
 
-    def repeater(self, operation: str, handle: Handle) -> Callable[[Any, Stream], int]:
-        """Makes the last dispatch or combine once more, on the same array: its Params are as that call left them."""
+    def repeater(self, operation: str, handle: Handle) -> Callable[[Stream, tuple[Any, ...]], int]:
+        """Makes the last dispatch or combine once more, on the same arrays: its Params are as that call left them."""
         kernel, record = self._dispatch, handle.state.dispatch
         if operation == "combine":
             kernel, record = self._combine, handle.state.combine
-        return lambda array, stream: kernel.launch(record, stream, handle.arrays, array)
+        return lambda stream, arrays: kernel.launch(record, stream, handle.arrays, *arrays)
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
@@ -175,6 +184,8 @@ class LowLatency:
 
     def received(self, handle: Handle) -> dict[str, Array]:
         fields = {name: handle.arrays[name] for name in _RECEIVED if name in handle.arrays}
+        if "scales" in fields and self._group.cfg.scale_layout == "column_major":
+            fields["scales"] = fields["scales"].transpose(0, 2, 1)[:, : self._combine_shape[1]]
         if self._group.cfg.layout == "expert_major":
             fields["expert_offsets"] = self._group.workspace["expert_offsets"]
         else:
@@ -229,7 +240,7 @@ def parts_of_rows(cfg: GroupConfig, num_ranks: int, num_blocks: int) -> int:
 
 def _check_rows(view: View, name: str, shape: tuple[int, ...], dtype: str) -> None:
     """[zones, rows, H] with one stride for all rows, each contiguous and 16-byte aligned."""
-    allowed = (dtype, "uint8") if dtype.startswith("float8") else (dtype,)  # not every library has such a dtype
+    allowed = allowed_dtypes(dtype)
     if view.dtype not in allowed:
         raise ArgumentTypeError(f"{name} has dtype {view.dtype}, allowed: {', '.join(allowed)}")
     if view.shape != shape:

@@ -160,6 +160,13 @@ def quantise(x: Array, scale_format: str) -> tuple[Array, Array]:
     return values.astype(ml_dtypes.float8_e4m3fn).reshape(x.shape), scales
 
 
+def pack_scales(exponents: Array) -> Array:
+    """uint8 [T, S] as GroupConfig.scale_layout="column_major" packs them: int32 [T, ceil(S / 4)], missing ones 0."""
+    padded = np.zeros((len(exponents), -(-exponents.shape[1] // 4) * 4), np.uint8)
+    padded[:, : exponents.shape[1]] = exponents
+    return padded.view("<i4")
+
+
 def dequantise(values: Array, scales: Array) -> FloatArray:
     """What quantised rows stand for, [..., H] float32."""
     blocks = values.astype(np.float32).reshape(*scales.shape, QUANT_BLOCK)

@@ -10,16 +10,19 @@
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
 constexpr int kFlagBatch = 4;
-constexpr int kSrcBytes = 14336, kScaleBytes = 0;
+constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
+constexpr bool kHasScaleColumns = false;
 constexpr bool kIsRankMajor = false;
 constexpr bool kHasPacketSlots = false;
 using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kScaleBytes=0 src_t=cuep::bf16_t kHasPacketSlots=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kScaleBytes=0 src_t=cuep::bf16_t kHasPacketSlots=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kScaleBytes=4 src_t=cuep::bf16_t kHasPacketSlots=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kScaleBytes=1 src_t=float kHasPacketSlots=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kScaleBytes=0 src_t=float kHasPacketSlots=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 CUEP_TUNABLE(kFlagBatch, 4, 2);  // tokens of a block whose flags are released together, behind one fence
@@ -40,18 +43,21 @@ struct Params {
     int64_t done_offset;     // uint64 [num_banks, kNumRanks]: epoch that this peer has read
     const uint8_t* x;        // [num_tokens] rows, x_stride bytes apart
     int64_t x_stride;
-    const uint8_t* topk_idx;    // [num_tokens, kNumTopk] int32 or int64; the caller's or `ids`
-    const float* topk_weights;  // [num_tokens, kNumTopk], null for ones; the caller's or `weights`
-    int32_t* ids;               // handle's copy [max_tokens, kNumTopk]
-    float* weights;             // handle's copy [max_tokens, kNumTopk]
-    int32_t* own_slot;          // [max_tokens]: slot of a token that this rank keeps, or -1
-    int32_t* num_rows;          // [kNumRanks]: slots used by each source rank
-    int32_t* token_idx;         // [kNumRanks, max_tokens]: token in each slot
-    uint8_t* tokens;            // [local experts, kNumRanks * max_tokens] or, rank-major, [kNumRanks, max_tokens] rows
-    int64_t tokens_stride;      // bytes between rows
-    uint8_t* scales;            // quantised: [rows, kNumScales] of kScaleBytes bytes
-    int32_t* row_idx;           // expert-major [kNumRanks, max_tokens, kNumTopk]: row of `tokens`, or -1
-    float* recv_weights;        // expert-major [kNumRanks, max_tokens, kNumTopk] or null: weights of the received rows
+    const uint8_t* x_scales;  // the caller's scales, [num_tokens, kNumScales] of kScaleBytes, where rows come with them
+    int64_t x_scales_row_stride;  // bytes between the scales of two tokens
+    int64_t x_scales_stride;      // bytes between two scales of a token
+    const uint8_t* topk_idx;      // [num_tokens, kNumTopk] int32 or int64; the caller's or `ids`
+    const float* topk_weights;    // [num_tokens, kNumTopk], null for ones; the caller's or `weights`
+    int32_t* ids;                 // handle's copy [max_tokens, kNumTopk]
+    float* weights;               // handle's copy [max_tokens, kNumTopk]
+    int32_t* own_slot;            // [max_tokens]: slot of a token that this rank keeps, or -1
+    int32_t* num_rows;            // [kNumRanks]: slots used by each source rank
+    int32_t* token_idx;           // [kNumRanks, max_tokens]: token in each slot
+    uint8_t* tokens;         // [local experts, kNumRanks * max_tokens] or, rank-major, [kNumRanks, max_tokens] rows
+    int64_t tokens_stride;   // bytes between rows
+    uint8_t* scales;         // [rows, kNumScales] of kScaleBytes, or by columns: see place_of
+    int32_t* row_idx;        // expert-major [kNumRanks, max_tokens, kNumTopk]: row of `tokens`, or -1
+    float* recv_weights;     // expert-major [kNumRanks, max_tokens, kNumTopk] or null: weights of the received rows
     int32_t* recv_topk_idx;  // rank-major [kNumRanks, max_tokens, kNumTopk]: expert here, or -1, also beyond the counts
     float* recv_topk_weights;  // rank-major, the same shape, 0 where recv_topk_idx is -1
     int32_t* expert_counts;    // [local experts]: rows or, rank-major, (row, k) pairs
@@ -167,7 +173,7 @@ CUEP_DEVICE void receive_own(const Params& p, int bank, int num_tokens, int last
         const int slot = t == last ? -1 : p.own_slot[t];
         if (slot < 0) continue;
         __syncthreads();  // the row before this one has been delivered
-        if constexpr (kIsQuant) {
+        if constexpr (kHasScales) {
             load_token(p, t, token);
             stage(token, s.staging);
             __syncthreads();

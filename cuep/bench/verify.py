@@ -36,7 +36,7 @@ def expect(world: World, options: Options) -> Expected:
     sent = [reference.quantise(rows, cfg.scale_format) for rows in inputs.x]
     received = reference.dispatch(replace(inputs, x=[values for values, _ in sent]), world.rank, cfg)
     rows = [sent[rank][1][token] for rank, token in received.source[:, :2]]
-    scales = np.array(rows, sent[0][1].dtype).reshape(-1, cfg.scales_per_row)
+    scales = np.array(rows, sent[0][1].dtype).reshape(-1, cfg.num_scales)
     x = reference.dequantise(*sent[world.rank])
     return Expected(received, scales, _expected_combine(inputs, x, cfg, world.rank))
 

@@ -24,6 +24,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "exact, packets": {"max_tokens_per_rank": 6},
     "rank_major, packets, ue8m0": {"layout": "rank_major", "scale_format": "ue8m0", "max_tokens_per_rank": 6},
     "float32, three scales": {"dtype": "float32", "hidden": 384, "combine_dtype": "bfloat16"},
+    "columns": {"scale_layout": "column_major", "variants": DIRECT},
+    "packed columns, packets": {"scale_layout": "column_major", "scale_format": "ue8m0", "max_tokens_per_rank": 5},
+    "rank_major, packed columns, five scales": {
+        "layout": "rank_major",
+        "scale_layout": "column_major",
+        "scale_format": "ue8m0",
+        "hidden": 640,
+        "variants": DIRECT,
+    },
     "float16, packets, five scales": {"dtype": "float16", "hidden": 640, "max_tokens_per_rank": 6, "num_topk": 3},
 }
 
@@ -36,6 +45,13 @@ def random_rows(cfg: cuep.GroupConfig, rank: int, seed: int, num_tokens: int) ->
     rng = np.random.default_rng([seed, rank])
     rows = rng.standard_normal((num_tokens, cfg.hidden)) * np.exp2(rng.integers(-20, 10, (num_tokens, 1)))
     return rows.astype(np.float32).astype(np.dtype(ml_dtypes.bfloat16) if cfg.dtype == "bfloat16" else cfg.dtype)
+
+
+def check_columns(scales: Any) -> None:
+    """Grouped GEMMs load columns: the scales of one block of all rows lie next to one another, 16-byte aligned."""
+    zone, row, column = scales.strides
+    assert row == scales.itemsize and column % 16 == 0 and zone == column * scales.shape[2]
+    assert column - 16 < scales.shape[1] * scales.itemsize <= column
 
 
 class Quantised:
@@ -54,17 +70,21 @@ class Quantised:
         """Compares; returns the received rows as float32, all of them, valid or not."""
         cfg, want = self.cfg, self.want
         tokens, scales = to_host(world, recv.tokens).view(FP8), to_host(world, recv.scales)
-        assert scales.shape == (*tokens.shape[:-1], cfg.hidden // 128)
+        assert scales.shape == (*tokens.shape[:-1], cfg.scale_columns)
+        if cfg.scale_layout == "column_major":
+            check_columns(recv.scales)
+        scales = np.ascontiguousarray(scales)
         flat = tokens.reshape(-1, cfg.hidden)[want.row_idx]
         reference.assert_same(flat, want.tokens, "tokens")
         source = want.source
-        expected = np.array([self.scales[rank][token] for rank, token in source[:, :2]], scales.dtype).reshape(
-            -1, scales.shape[-1]
-        )
+        sent = self.scales if scales.dtype != np.int32 else [reference.pack_scales(scales) for scales in self.scales]
+        expected = np.array([sent[rank][token] for rank, token in source[:, :2]], scales.dtype)
+        expected = expected.reshape(-1, scales.shape[-1])
         reference.assert_same(scales.reshape(-1, scales.shape[-1])[want.row_idx], expected, "scales")
         reference.assert_same(to_host(world, recv.expert_counts), want.expert_counts, "expert_counts")
         reference.assert_same(to_host(world, recv.source).reshape(-1, source.shape[1])[want.row_idx], source, "source")
-        return reference.dequantise(tokens, scales)
+        factors = scales.view(self.own_scales.dtype)[..., : cfg.num_scales]
+        return reference.dequantise(tokens, factors)
 
     def experts(self, world: Any, rows: np.ndarray) -> Any:
         cfg, local = self.cfg, self.cfg.num_experts // world.size
@@ -163,6 +183,12 @@ def test_settings_that_do_not_fit() -> None:
         ({"hidden": 46080}, "hidden=46080 is not allowed; allowed: less than 23040 with quant"),
         ({"num_experts": 8192, "quant": None}, "num_experts=8192 is not allowed; allowed: at most 5760 with mode='ll'"),
         ({"quant": "fp4"}, "quant='fp4' is not allowed"),
+        ({"scales_per_row": 2}, "scales_per_row=2 is not allowed; allowed: None with quant='fp8_block128'"),
+        ({"scale_layout": "tiled"}, "scale_layout='tiled' is not allowed"),
+        ({"quant": "forward"}, "dtype='bfloat16' is not allowed; allowed: .*float8_e4m3fn.* with quant='forward'"),
+        ({"quant": "forward", "dtype": "uint8", "hidden": 264}, "hidden=264 is not allowed"),
+        ({"quant": "forward", "dtype": "uint8", "scales_per_row": -1}, "scales_per_row=-1 is not allowed"),
+        ({"quant": None, "dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn' is not allowed"),
         ({"scale_format": "fp16"}, "scale_format='fp16' is not allowed"),
     ):
         with pytest.raises(cuep.ArgumentError, match=match):

@@ -26,28 +26,56 @@ CUEP_DEVICE int32_t first_row(const Params& p, int32_t local_expert, int src, co
     return row;
 }
 
-// A piece of a received row to row dst_row of `tokens` or, of a quantised one, of `scales`.
+// Where a received row goes.
+struct Place {
+    uint8_t* token;
+    uint8_t* scales;       // the first
+    int64_t scale_stride;  // bytes to the next
+};
+
+// Scales by columns: of each zone all rows' first scales, then all their second, ...; a column starts at a multiple of
+// 16 bytes, as bulk loads of grouped GEMMs need.
 template <class Params>
-CUEP_DEVICE void store_received(const Params& p, int64_t dst_row, int piece, uint4 v) {
-    uint4* row = reinterpret_cast<uint4*>(p.tokens + dst_row * p.tokens_stride);
-    if constexpr (!kIsQuant) return store_piece(row, piece, v);
-    constexpr int kPieceWords = kIsPacket ? 3 : 4;
-    const int first = piece * kPieceWords * 4;  // byte of the row
-    if (!kIsPacket && first < kHidden) return store_16(row + piece, v);
-    uint8_t* scales = p.scales + dst_row * (kNumScales * kScaleBytes);
+CUEP_DEVICE Place place_of(const Params& p, int64_t dst_row) {
+    Place place{p.tokens + dst_row * p.tokens_stride, nullptr, kScaleBytes};
+    if constexpr (kHasScales && !kHasScaleColumns) place.scales = p.scales + dst_row * (kNumScales * kScaleBytes);
+    if constexpr (kHasScaleColumns) {
+        constexpr int kRowsPerPiece = 16 / kScaleBytes;
+        const int zone_rows = p.max_tokens * (kIsRankMajor ? 1 : kNumRanks), row = static_cast<int>(dst_row);
+        const int column_rows = (zone_rows + kRowsPerPiece - 1) / kRowsPerPiece * kRowsPerPiece;
+        const int64_t first = static_cast<int64_t>(row / zone_rows) * kNumScales * column_rows + row % zone_rows;
+        place.scales = p.scales + first * kScaleBytes;
+        place.scale_stride = static_cast<int64_t>(column_rows) * kScaleBytes;
+    }
+    return place;
+}
+
+// A word of a row's scales as they travel.
+CUEP_DEVICE void store_scales(const Place& place, int word, uint32_t bits) {
+    constexpr int kPerWord = 4 / kScaleBytes;
+#pragma unroll
+    for (int i = 0; i < kPerWord; i++) {
+        const int scale = word * kPerWord + i;
+        if (scale >= kNumScales) continue;
+        uint8_t* at = place.scales + scale * place.scale_stride;
+        if constexpr (kScaleBytes == 4) *reinterpret_cast<uint32_t*>(at) = bits;
+        if constexpr (kScaleBytes == 2) *reinterpret_cast<uint16_t*>(at) = static_cast<uint16_t>(bits >> (16 * i));
+        if constexpr (kScaleBytes == 1) *at = static_cast<uint8_t>(bits >> (8 * i));
+    }
+}
+
+CUEP_DEVICE void store_received(const Place& place, int piece, uint4 v) {
+    uint4* row = reinterpret_cast<uint4*>(place.token);
+    constexpr int kWords = kIsPacket ? 3 : 4, kTokenWords = kTokenBytes / 4;
+    if (!kHasScales || (piece + 1) * kWords <= kTokenWords) return store_piece(row, piece, v);
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int i = 0; i < kPieceWords; i++) {
-        const int at = first + 4 * i, scale = (at - kHidden) / (kScaleBytes > 0 ? kScaleBytes : 1);
-        if (at < kHidden) {
-            *reinterpret_cast<uint32_t*>(p.tokens + dst_row * p.tokens_stride + at) = words[i];
-        } else if constexpr (kScaleBytes == 4) {
-            if (scale < kNumScales) reinterpret_cast<uint32_t*>(scales)[scale] = words[i];
-        } else {
-#pragma unroll
-            for (int b = 0; b < 4; b++) {
-                if (scale + b < kNumScales) scales[scale + b] = static_cast<uint8_t>(words[i] >> 8 * b);
-            }
+    for (int i = 0; i < kWords; i++) {
+        const int word = piece * kWords + i;
+        if (word < kTokenWords) {
+            reinterpret_cast<uint32_t*>(row)[word] = words[i];
+        } else if constexpr (kHasScales) {
+            store_scales(place, word - kTokenWords, words[i]);
         }
     }
 }
@@ -67,9 +95,10 @@ CUEP_DEVICE void deliver(const Params& p,
     const bool is_first = part() == 0;  // of the blocks that share the row: it writes what goes with it
     if (tid == 0 && is_first) p.token_idx[at] = static_cast<int32_t>(token);
     auto copy_to = [&](int64_t dst_row) {
+        const Place place = place_of(p, dst_row);
 #pragma unroll
         for (int j = 0; j < kPiecesPerThread; j++) {
-            if (piece_at(j) < kNumPieces) store_received(p, dst_row, piece_at(j), row[j]);
+            if (piece_at(j) < kNumPieces) store_received(place, piece_at(j), row[j]);
         }
     };
     if constexpr (kIsRankMajor) {

@@ -7,12 +7,18 @@
 
 namespace cuep {
 
-// Rows of x as they travel: as they are, or (kScaleBytes > 0) kHidden e4m3 values, then kNumScales scales.
-constexpr bool kIsQuant = kScaleBytes > 0;
-constexpr int kHidden = kSrcBytes / static_cast<int>(sizeof(src_t));
-constexpr int kNumScales = kIsQuant ? kHidden / kQuantBlock : 0;
-static_assert(!kIsQuant || (kHidden % kQuantBlock == 0 && kRowBytes >= kHidden + kNumScales * kScaleBytes), "row");
-static_assert(kIsQuant || kRowBytes == kSrcBytes, "row");
+// A row as it travels: kTokenBytes of values, then kNumScales scales of kScaleBytes each, if it has any. The values are
+// those of x, and the scales the caller's, or (kQuant) both are made here: e4m3, and kQuant bytes for each block, which
+// are packed by four where kScaleBytes is 4 and kQuant 1.
+constexpr bool kIsQuant = kQuant > 0;
+constexpr bool kHasScales = kNumScales > 0;
+constexpr int kHidden = kSrcBytes / static_cast<int>(sizeof(src_t));  // where it is quantised
+constexpr int kNumBlocks = kHidden / kQuantBlock;
+static_assert(!kIsQuant || (kHidden % kQuantBlock == 0 && kTokenBytes == kHidden), "values");
+static_assert(!kIsQuant || kNumScales * kScaleBytes >= kNumBlocks * kQuant, "scales");
+static_assert(kIsQuant || kTokenBytes == kSrcBytes, "values");
+static_assert(kTokenBytes % 16 == 0 && kRowBytes >= kTokenBytes + kNumScales * kScaleBytes, "row");
+static_assert(kScaleBytes == 1 || kScaleBytes == 2 || kScaleBytes == 4, "a scale lies in one word");
 constexpr int kSrcVecs = kSrcBytes / 16;
 constexpr int kSrcPerThread = (kSrcVecs + kNumThreads - 1) / kNumThreads;
 
@@ -72,6 +78,40 @@ CUEP_DEVICE bool is_new_routing(const Params& p) {
     return p.topk_idx != reinterpret_cast<const uint8_t*>(p.ids);
 }
 
+// A word of token t's scales as they travel; beyond them it is 0. The caller's may lie in any order.
+template <class Params>
+CUEP_DEVICE uint32_t load_scales(const Params& p, int t, int word) {
+    const uint8_t* scales = p.x_scales + t * p.x_scales_row_stride;
+    constexpr int kPerWord = 4 / kScaleBytes;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kPerWord; i++) {
+        const int scale = word * kPerWord + i;
+        if (scale >= kNumScales) continue;
+        const uint8_t* at = scales + scale * p.x_scales_stride;
+        if constexpr (kScaleBytes == 4) bits = load_streaming(reinterpret_cast<const uint32_t*>(at));
+        if constexpr (kScaleBytes == 2) bits |= uint32_t{*reinterpret_cast<const uint16_t*>(at)} << (16 * i);
+        if constexpr (kScaleBytes == 1) bits |= uint32_t{*at} << (8 * i);
+    }
+    return bits;
+}
+
+// A piece of token t as it travels, where it is not quantised.
+template <class Params>
+CUEP_DEVICE uint4 load_sent(const Params& p, int t, int piece) {
+    const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
+    constexpr int kWords = kIsPacket ? 3 : 4, kTokenWords = kTokenBytes / 4;
+    if (!kHasScales || (piece + 1) * kWords <= kTokenWords) return load_piece(row, piece);
+    uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < kWords; i++) {
+        const int word = piece * kWords + i;
+        words[i] = word < kTokenWords ? load_streaming(reinterpret_cast<const uint32_t*>(row) + word)
+                                      : load_scales(p, t, word - kTokenWords);
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+
 template <class Params>
 CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
     const int tid = threadIdx.x;
@@ -81,8 +121,8 @@ CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
         load_raw(p.topk_idx, p.is_int64, at, token.id);
         if (p.topk_weights != nullptr) token.weight = p.topk_weights[at];
     }
-    const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
     if constexpr (kIsQuant) {
+        const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
 #pragma unroll
         for (int j = 0; j < kSrcPerThread; j++) {
             const int vec = tid + j * kNumThreads;
@@ -92,7 +132,7 @@ CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
     } else {
 #pragma unroll
         for (int j = 0; j < kPiecesPerThread; j++) {
-            if (piece_at(j) < kNumPieces) token.row[j] = load_piece(row, piece_at(j));
+            if (piece_at(j) < kNumPieces) token.row[j] = load_sent(p, t, piece_at(j));
         }
     }
 }
@@ -113,7 +153,7 @@ CUEP_DEVICE void stage(const Token& token, Staging& staging) {
             for (int i = 0; i < kPerSource; i++) amax = max(amax, detail::float_word(x[i]) & 0x7fffffffu);
 #pragma unroll
             for (int d = kLanes / 2; d > 0; d /= 2) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, d));
-            const Scale scale = scale_of<kScaleBytes == 1>(amax);
+            const Scale scale = scale_of<kQuant == 1>(amax);
             if (vec >= kSrcVecs) continue;
 #pragma unroll
             for (int i = 0; i < kPerSource; i += 4) {
@@ -123,13 +163,15 @@ CUEP_DEVICE void stage(const Token& token, Staging& staging) {
                 *reinterpret_cast<uint32_t*>(bytes + vec * kPerSource + i) = pack_e4m3(q[0], q[1], q[2], q[3]);
             }
             if (lane_idx() % kLanes != 0) continue;
-            uint8_t* stored = bytes + kHidden + vec / kLanes * kScaleBytes;
-            if constexpr (kScaleBytes == 4) {
+            uint8_t* stored = bytes + kHidden + vec / kLanes * kQuant;
+            if constexpr (kQuant == 4) {
                 *reinterpret_cast<uint32_t*>(stored) = scale.bits;
             } else {
                 *stored = static_cast<uint8_t>(scale.bits);
             }
         }
+        constexpr int kUsed = kNumBlocks * kQuant, kUnused = kNumScales * kScaleBytes - kUsed;
+        if (static_cast<int>(threadIdx.x) < kUnused) bytes[kHidden + kUsed + threadIdx.x] = 0;
     }
 }
 
