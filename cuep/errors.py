@@ -32,7 +32,14 @@ class PeerRefused(CuepError, RuntimeError):
 
 
 class PeerTimeout(CuepError, TimeoutError):
-    """A peer did not send what an operation waited for within `timeout_s`. The group can only be closed afterwards."""
+    """A peer did not send what an operation waited for within `timeout_s`. The group can only be closed afterwards, or
+    with GroupConfig(mask=True) go on without that peer: Group.update_mask.
+
+    Attributes: peer, rank in the group of the one that was waited for (at times one that is well, but gave up waiting
+    for another), or that said that the group goes on without this rank; None where it is no one rank.
+    """
+
+    peer: int | None = None
 
 
 class DeviceError(CuepError, RuntimeError):

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cuep import layout
 from cuep.agreement import agree_on_members, together
@@ -24,7 +25,8 @@ from cuep.handle import Handle
 from cuep.high_throughput import HighThroughput
 from cuep.launching import address
 from cuep.low_latency import LowLatency
-from cuep.status import OPERATIONS, Cause, Report
+from cuep.mask import Mask, bits
+from cuep.status import COUNTED, Cause, Report
 from cuep.world import World
 
 _serials = itertools.count()
@@ -84,6 +86,7 @@ class Group:
         self._captured_stream: Stream | None = None  # of the newest inside one, and where it is probably replayed
         self._call_stream: Stream | None = None  # of the newest call
         self._broken: CuepError | None = None
+        self._mask: Mask | None = None
         self._tickets = itertools.count(1)
         self._in_flight: deque[tuple[int, tuple[Any, ...]]] = deque()
         self._num_dispatches = 0
@@ -117,6 +120,7 @@ class Group:
     def _load_kernels(self) -> None:
         if self.is_active:
             self.mode = LowLatency(self) if self.cfg.mode == "ll" else HighThroughput(self)
+            self._mask = Mask(self, self._start_epoch) if self.cfg.mask else None
 
     def _make_workspace(self, start_epoch: int) -> None:
         if not self.is_active:
@@ -131,13 +135,18 @@ class Group:
             for name, (shape, dtype) in layout.workspace_arrays(self.cfg, self.num_ranks).items()
         }
         self._control_ops()[:, :3] = start_epoch
+        self._control_ops_end().view("uint32")[2] = bits((1,) * self.num_ranks)
         self._start_epoch = start_epoch
         self.report = Report(backend.pinned(layout.REPORT_BYTES), self.rank)
 
     def _control_ops(self) -> Array:
         """The words of `control` that belong to an operation each, [operation, word]."""
         words = layout.CONTROL_OP_WORDS
-        return self.workspace["control"][: len(OPERATIONS) * words].reshape(-1, words)
+        return self.workspace["control"][: len(COUNTED) * words].reshape(-1, words)
+
+    def _control_ops_end(self) -> Array:
+        """The words behind them."""
+        return self.workspace["control"][len(COUNTED) * layout.CONTROL_OP_WORDS :]
 
     def handle_values(self, handle: Handle | None) -> dict[str, Any]:
         """Values of Params fields that every kernel has: addresses of the group's and the handle's memory."""
@@ -233,6 +242,63 @@ class Group:
                 raise ArgumentError(
                     f"topk_idx had {num_bad_ids} ids outside [-1, {self.cfg.num_experts}); they were treated as -1"
                 )
+
+    def update_mask(self, active: Any) -> None:
+        """Go on with some of the ranks, or with all again. Needs GroupConfig(mask=True). Waits for the device.
+
+        Collective over the ranks that are to take part: each calls it with the same values, when it is through with
+        what it did before, as after a PeerTimeout, which is not raised any more then. Tokens for experts of other
+        ranks are left out of dispatch and combine from then on, and counted (num_dropped); weights are not made to
+        add up to 1 again. The others' calls raise PeerTimeout as soon as they run; a rank that was only stopped can
+        be taken in again, if it calls this as well. Nothing that was pending is completed; handles keep their memory
+        and need an update(); CUDA graphs that begin with a handle's dispatch of a new routing can be replayed.
+
+        Args:
+            active: [num_ranks] 0 or 1, 1 = takes part (as NCCL EP and FlashInfer have it; vLLM has 1 = left out). This
+                rank's own must be 1.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: active does not fit; nothing changes.
+            PeerTimeout: not all of these ranks called it in time; it may be called again, with others.
+            OrderError: mask=False, or inside a stream capture. ClosedError: the group is closed, or broke down in
+                another way.
+        """
+        with self.lock:
+            self._check_here()
+            if self._mask is None:
+                raise OrderError("update_mask needs GroupConfig(mask=True)")
+            if self._broken is not None and not isinstance(self._broken, PeerTimeout):
+                raise ClosedError(f"this group broke down and can only be closed: {self._broken}")
+            wanted = self._mask.checked(active)
+            self._wait_for_all("update_mask")
+            self.report.clear_timeout()
+            self.report.take_refusals()
+            self._pending.clear()
+            self._num_routings = 0
+            for handle in list(self._handles.values()):
+                handle.forget_routing()
+            stream = self.fallback_stream()
+            self._mask.enqueue(wanted, self.take_ticket(), stream)
+            stream.synchronize()
+            self._broken = None
+            self._release_finished(is_idle=True)
+            if self.report.has_timed_out:
+                self._break_down()
+            self._mask.active = wanted
+
+    def clear_mask(self) -> None:
+        """update_mask with all ranks."""
+        self.update_mask([1] * self.num_ranks)
+
+    def query_mask(self) -> npt.NDArray[np.int32]:
+        """Which ranks take part, int32 [num_ranks], 1 = does, as update_mask was last told. Local, does not wait."""
+        return np.array((1,) * self.num_ranks if self._mask is None else self._mask.active, np.int32)
+
+    def num_dropped(self) -> int:
+        """(token, k) pairs of this rank that were left out so far because their expert's rank did not take part; each
+        dispatch counts its own. Waits for the device. Raises as check()."""
+        with self.finished("num_dropped"):
+            return self.report.num_dropped
 
     def begin(self) -> Stream:
         """Start a call; returns the stream for a refusal, should the call's own stream not be known. Hold `lock`."""
@@ -339,22 +405,25 @@ class Group:
         """Lock the group and wait for everything enqueued so far."""
         with self.lock:
             self._check_usable()
-            if self._call_stream is not None and self._call_stream.is_capturing():
-                raise OrderError(f"{call} waits for the device, which a stream capture does not allow")
-            for stream in {self._last_stream, self._captured_stream, self._call_stream}:
-                if stream is not None and not stream.is_capturing():
-                    stream.synchronize()
+            self._wait_for_all(call)
             self.raise_pending()
             self._check_epochs()
             self._release_finished(is_idle=True)
             yield
+
+    def _wait_for_all(self, call: str) -> None:
+        if self._call_stream is not None and self._call_stream.is_capturing():
+            raise OrderError(f"{call} waits for the device, which a stream capture does not allow")
+        for stream in {self._last_stream, self._captured_stream, self._call_stream}:
+            if stream is not None and not stream.is_capturing():
+                stream.synchronize()
 
     def _check_epochs(self) -> None:
         """Each epoch must have been taken once. The stream has been waited for."""
         ops = self.world.backend.to_numpy(self._control_ops(), self._last_stream)
         num_epochs = (ops[:, 3] & np.uint64(0xFFFFFFFF)).astype(np.int64)
         newest = (ops[:, 0] - np.uint64(self._start_epoch)).astype(np.int64)
-        for operation, taken, count in zip(OPERATIONS, num_epochs, newest, strict=True):
+        for operation, taken, count in zip(COUNTED, num_epochs, newest, strict=True):
             if (taken - count) % 2**32:
                 self._broken = OrderError(
                     f"{operation}: two operations of this group ran at once on rank {self.rank}; replays of graphs and"
@@ -378,24 +447,32 @@ class Group:
             raise error
 
     def _break_down(self) -> None:
-        self._broken = self.report.timeout(self._timeout_s)
+        self._broken = self.report.timeout(self._timeout_s, has_mask=self.cfg.mask)
         raise self._broken
 
     def _check_usable(self) -> None:
+        self._check_here()
+        if self._broken is not None:
+            way_out = "closed, or go on by update_mask()" if self._can_go_on() else "closed"
+            raise ClosedError(f"this group broke down and can only be {way_out}: {self._broken}")
+
+    def _can_go_on(self) -> bool:
+        return self._mask is not None and isinstance(self._broken, PeerTimeout)
+
+    def _check_here(self) -> None:
         if self.is_closed:
             raise ClosedError("this group is closed")
         if not self.is_active:
             raise OrderError(f"rank {self.world.rank} is not among the ranks {self.members} of this group")
         if os.getpid() != self._process:
             raise ClosedError("this group belongs to the process that this one was forked from")
-        if self._broken is not None:
-            raise ClosedError(f"this group broke down and can only be closed: {self._broken}")
 
     def close(self) -> None:
         """Free the group's memory. Collective; twice is fine.
 
         Waits for what is enqueued, and for the peers at most timeout_s. Where they do not come, or a rank has seen a
-        PeerTimeout, memory is leaked. If all ranks did come, a new group can be made in any case; else none.
+        PeerTimeout, or has masked others, memory is leaked. If all ranks did come, a new group can be made in any case;
+        else none.
 
         Raises:
             what check() would have raised, after closing; PeerTimeout if the peers did not come or broke down.
@@ -409,16 +486,15 @@ class Group:
                     self.check()
                 except CuepError as error:
                     problem = error
+            is_whole = self._broken is None and all(self.query_mask())
             is_leaked = True  # unless all ranks say that no kernel can still be storing into an arena
             if not self.world.meet(self._timeout_s):
                 late = "close: the peers did not close this group in time; its memory is leaked"
-                problem = problem or (PeerTimeout(late) if self._broken is None else None)
+                problem = problem or (PeerTimeout(late) if is_whole else None)
             else:
-                broken = [
-                    rank for rank, is_it in enumerate(self.world.comm.allgather(self._broken is not None)) if is_it
-                ]
+                broken = [rank for rank, is_it in enumerate(self.world.comm.allgather(not is_whole)) if is_it]
                 is_leaked = bool(broken)
-                if broken and self._broken is None and problem is None:
+                if broken and is_whole and problem is None:
                     problem = PeerTimeout(f"close: this group broke down on ranks {broken}; its memory is leaked")
             self._end(is_leaked=is_leaked)
             if not is_leaked:

@@ -77,7 +77,7 @@ class Received:
 class Stage(enum.Enum):
     """How far a handle is; decides which call may come next."""
 
-    UNROUTED = "has no routing: its last create_handle or update was refused"
+    UNROUTED = "has no routing: its last create_handle or update was refused, or the mask was updated since"
     ROUTED = "was not dispatched yet"
     DISPATCHED = "was dispatched"
     COMBINED = "was combined already"
@@ -395,6 +395,13 @@ class Handle:
             self._stage = Stage.UNROUTED
         elif refusal.ticket == self._newest:  # what came after it was an operation again
             self._stage = Stage.ROUTED
+
+    def forget_routing(self) -> None:
+        """The group starts anew: what was under way is not any more."""
+        self._stage = Stage.UNROUTED
+        self._is_fresh = True
+        self._plain_calls.clear()
+        self._end_pending()
 
     def close(self) -> None:
         """Give back what the handle holds. Local; twice is fine. OrderError: an operation of it is pending."""

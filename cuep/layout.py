@@ -13,12 +13,13 @@ from cuep.config import GroupConfig
 from cuep.errors import ArgumentTypeError
 
 ALIGNMENT = 256  # bytes; of every region of the arena
-CONTROL_BYTES = 104  # struct Control in operation.cuh
+CONTROL_BYTES = 240  # struct Control in operation.cuh
 CONTROL_OP_WORDS = 4  # 8-byte words of each operation in it: epoch, received, read_until, and two of 4 bytes
 STATE_BYTES = 40  # struct HandleState
 STATE_NUM_TOKENS = 36  # bytes before its num_tokens
-REPORT_BYTES = 168  # struct Report
+REPORT_BYTES = 172  # struct Report
 WORD_BYTES = 8  # {epoch, value}
+MASK_BYTES = 40  # struct MaskWords of mask.cuh
 PACKET_TOKENS = 16  # max_tokens_per_rank up to which rows travel as packets, by default
 READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
@@ -70,7 +71,8 @@ def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     if uses_packets(cfg, "combine"):  # {gradient} of the k that the row is for
         slot_bytes = packets_bytes(cfg.combine_row_bytes) + (topk if cfg.reduce == "per_rank" else 1) * 16
         combine_rows = Region(banks * tokens * rows_home * slot_bytes, is_words=True)
-    return {
+    mask = {"mask": Region(num_ranks * MASK_BYTES + WORD_BYTES)} if cfg.mask else {}
+    return mask | {
         "dispatch_rows": rows_out,
         "dispatch_headers": Region(0 if has_packets else banks * num_ranks * tokens * topk * 16),
         "dispatch_flags": _words(banks, num_ranks, tokens),

@@ -74,6 +74,7 @@ class LowLatency:
             "kRowBytes": cfg.combine_row_bytes,
             "elem_t": elem_type(str(cfg.combine_dtype)),
         }
+        shape["kHasMask"] = cfg.mask
         forms = {op: {"kIsRankMajor": is_rank_major, "kHasPacketSlots": layout.uses_packets(cfg, op)} for op in _OPS}
         most_blocks = group.world.backend.num_processors  # more would take turns in waiting
         specs = [
@@ -199,6 +200,7 @@ class LowLatency:
         group, cfg = self._group, self._group.cfg
         own = dict.fromkeys(_OF_SOME_FORMS, 0) | group.handle_values(handle)
         own |= {"max_tokens": cfg.max_tokens_per_rank, "num_banks": cfg.num_buffers}
+        own["mask_offset"] = group.arena.offsets.get("mask", 0)
         own |= {
             "is_alone": cfg.num_sms is None,
             "is_global_ids": cfg.expert_ids == "global",

@@ -12,12 +12,20 @@ from cuep.config import GroupConfig
 from cuep.errors import ArgumentError, CuepError, OrderError, PeerRefused, PeerTimeout
 from cuep.layout import REPORT_BYTES
 
-OPERATIONS = ("create_handle/update", "dispatch", "combine")  # enum Op
+OPERATIONS = ("create_handle/update", "dispatch", "combine", "update_mask")  # enum Op
+COUNTED = OPERATIONS[:3]  # those that take epochs
 ROUTE = OPERATIONS[0]
-_PHASES = ("reuse of a buffer that the peer reads", "counts of the peer", "rows of the peer")  # enum Phase
+_EXCLUDED = 3  # Phase::kExcluded
+_PHASES = (  # enum Phase
+    "reuse of a buffer that the peer reads",
+    "counts of the peer",
+    "rows of the peer",
+    "",
+    "call of update_mask with the same ranks by the peer",
+)
 _REFUSALS_KEPT = 8  # kRefusalsKept
 
-_FIELDS = "timed_out op phase peer expected seen epoch num_bad_ids ticket num_refused".split()
+_FIELDS = "timed_out op phase peer expected seen epoch num_bad_ids ticket num_dropped num_refused".split()
 _DTYPE = np.dtype([*((name, "u4") for name in _FIELDS), ("refusals", "u4", (_REFUSALS_KEPT, 4))])
 assert _DTYPE.itemsize == REPORT_BYTES
 _TIMED_OUT, _TICKET = _FIELDS.index("timed_out"), _FIELDS.index("ticket")
@@ -125,15 +133,26 @@ class Report:
         """Of the last launch that is over."""
         return self._raw[_TICKET]
 
-    def timeout(self, timeout_s: float) -> PeerTimeout:
-        """The error of the wait that ran out of time."""
+    def timeout(self, timeout_s: float, *, has_mask: bool) -> PeerTimeout:
+        """The error of the wait that ran out of time, or of being left out."""
         words = self._words
-        awaited = _PHASES[int(words["phase"])].replace("the peer", f"rank {int(words['peer'])}")
-        return PeerTimeout(
-            f"{OPERATIONS[int(words['op'])]}: rank {self._rank} waited more than {timeout_s:g} s for the {awaited} "
-            f"(epoch {int(words['epoch'])}: expected {int(words['expected'])}, seen {int(words['seen'])}); "
-            "the group can only be closed now"
-        )
+        peer, operation = int(words["peer"]), OPERATIONS[int(words["op"])]
+        end = "update_mask() or close() the group now" if has_mask else "the group can only be closed now"
+        if int(words["phase"]) == _EXCLUDED:
+            text = f"{operation}: rank {peer} goes on without rank {self._rank}, which its mask leaves out; {end}"
+        else:
+            awaited = _PHASES[int(words["phase"])].replace("the peer", f"rank {peer}")
+            text = (
+                f"{operation}: rank {self._rank} waited more than {timeout_s:g} s for the {awaited} "
+                f"(epoch {int(words['epoch'])}: expected {int(words['expected'])}, seen {int(words['seen'])}); {end}"
+            )
+        error = PeerTimeout(text)
+        error.peer = peer
+        return error
+
+    def clear_timeout(self) -> None:
+        """When no kernel runs."""
+        self._raw[_TIMED_OUT] = 0
 
     def take_refusals(self) -> list[Refusal]:
         """The refused launches since the last call, the newest few if there were many."""
@@ -146,6 +165,11 @@ class Report:
             cause = Cause(what >> 8 & 0xFF)
             refusals.append(Refusal(OPERATIONS[what & 0xFF], cause, what >> 16, handle, ticket, detail))
         return refusals
+
+    @property
+    def num_dropped(self) -> int:
+        """(token, k) pairs of masked ranks' experts so far."""
+        return int(self._words["num_dropped"])
 
     def take_bad_ids(self) -> int:
         """How many expert ids outside [-1, num_experts) were met since the last call."""

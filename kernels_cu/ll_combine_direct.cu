@@ -10,10 +10,10 @@
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
 using elem_t = cuep::bf16_t;
-constexpr bool kHasPacketSlots = false;
+constexpr bool kHasPacketSlots = false, kHasMask = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kHasPacketSlots=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kHasPacketSlots=false kHasMask=true
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = false;
@@ -29,6 +29,7 @@ struct Params {
     int64_t flags_offset;              // uint64 [num_banks, kNumRanks, max_tokens]: epoch
     int64_t totals_offset;             // uint64 [num_banks, kNumRanks]: epoch, kind of call or kRefused
     int64_t done_offset;               // uint64 [num_banks, kNumRanks]: epoch that this peer has read
+    int64_t mask_offset;               // MaskWords [kNumRanks] and the number of exclusions, with a mask
     int64_t grads_offset;              // float [num_banks, max_tokens, kNumTopk]
     const uint8_t* expert_out;         // [local experts, kNumRanks * max_tokens] rows, as dispatch gave them
     int64_t expert_out_stride;         // bytes between rows
@@ -77,6 +78,7 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, 
         answer,
         s,
         [&](const Answer& to, int k, const uint4(&row)[kPiecesPerThread]) {
+            if (is_fenced(p, op)) return;
             uint4* home = home_row(p, to.src, bank, to.token, k);
 #pragma unroll
             for (int j = 0; j < kPiecesPerThread; j++) {
@@ -95,7 +97,7 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
     const int tid = threadIdx.x;
     if (!wait_ranks(p, op, bank, t, term)) return false;
     if (p.weight_grads != nullptr && tid < kNumTopk) {
-        take_grad(p, bank, t, s.own_terms >> tid & 1u ? term.own_row : -1);
+        take_grad(p, bank, t, term, s.own_terms >> tid & 1u ? term.own_row : -1);
     }
 #pragma unroll 1
     for (int vec = tid; vec < kRowVecs; vec += kNumThreads) {

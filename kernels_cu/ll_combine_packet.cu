@@ -11,10 +11,10 @@
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 320, kMinBlocks = 1;
 constexpr int kParts = 4;
 using elem_t = cuep::bf16_t;
-constexpr bool kHasPacketSlots = true;
+constexpr bool kHasPacketSlots = true, kHasMask = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kHasPacketSlots=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kHasPacketSlots=true kHasMask=true
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
@@ -30,6 +30,7 @@ struct Params {
     int64_t rows_offset;               // [num_banks, max_tokens, kNumTopk] slots
     int64_t totals_offset;             // uint64 [num_banks, kNumRanks]: epoch, kind of call or kRefused
     int64_t done_offset;               // uint64 [num_banks, kNumRanks]: epoch that this peer has read
+    int64_t mask_offset;               // MaskWords [kNumRanks] and the number of exclusions, with a mask
     const uint8_t* expert_out;         // [local experts, kNumRanks * max_tokens] rows, as dispatch gave them
     int64_t expert_out_stride;         // bytes between rows
     const int32_t* ids;                // [max_tokens, kNumTopk] routing of this rank's tokens
@@ -80,6 +81,7 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, 
         answer,
         s,
         [&](const Answer& to, int k, const uint4(&row)[kPiecesPerThread]) {
+            if (is_fenced(p, op)) return;
             uint4* slot = slot_of(p, to.src, bank, to.token, k);
             store_packets(slot, row, epoch);
             if (p.row_weight_grads != nullptr && threadIdx.x == 0 && part() == 0) {

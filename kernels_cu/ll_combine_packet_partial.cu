@@ -12,11 +12,11 @@ constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336,
 constexpr int kParts = 4;
 constexpr bool kIsRankMajor = false;
 using elem_t = cuep::bf16_t;
-constexpr bool kHasPacketSlots = true;
+constexpr bool kHasPacketSlots = true, kHasMask = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false elem_t=float kHasPacketSlots=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false elem_t=float kHasPacketSlots=true kHasMask=false
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
@@ -32,6 +32,7 @@ struct Params {
     int64_t rows_offset;    // [num_banks, kNumRanks - 1, max_tokens] slots; rank s is at (s - rank - 1) mod kNumRanks
     int64_t totals_offset;  // uint64 [num_banks, kNumRanks]: epoch, kind of call or kRefused
     int64_t done_offset;    // uint64 [num_banks, kNumRanks]: epoch that this peer has read
+    int64_t mask_offset;    // MaskWords [kNumRanks] and the number of exclusions, with a mask
     const uint8_t* expert_out;  // [local experts, kNumRanks * max_tokens] or, rank-major, [kNumRanks, max_tokens] rows
     int64_t expert_out_stride;  // bytes between rows
     const int32_t* ids;         // [max_tokens, kNumTopk] routing of this rank's tokens

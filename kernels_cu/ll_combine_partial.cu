@@ -12,11 +12,11 @@
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
 constexpr bool kIsRankMajor = false;
 using elem_t = cuep::bf16_t;
-constexpr bool kHasPacketSlots = false;
+constexpr bool kHasPacketSlots = false, kHasMask = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false elem_t=float kHasPacketSlots=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false elem_t=float kHasPacketSlots=false kHasMask=false
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = false;
@@ -32,6 +32,7 @@ struct Params {
     int64_t flags_offset;   // uint64 [num_banks, kNumRanks, max_tokens]: epoch
     int64_t totals_offset;  // uint64 [num_banks, kNumRanks]: epoch, kind of call or kRefused
     int64_t done_offset;    // uint64 [num_banks, kNumRanks]: epoch that this peer has read
+    int64_t mask_offset;    // MaskWords [kNumRanks] and the number of exclusions, with a mask
     int64_t grads_offset;   // float [num_banks, max_tokens, kNumTopk]
     const uint8_t* expert_out;  // [local experts, kNumRanks * max_tokens] or, rank-major, [kNumRanks, max_tokens] rows
     int64_t expert_out_stride;  // bytes between rows
@@ -79,6 +80,7 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, 
         answer,
         s,
         [&](const Answer& to, const uint4(&part)[kPiecesPerThread]) {
+            if (is_fenced(p, op)) return;
             uint4* home = staged_row(p, to.src, bank, p.rank, to.token);
 #pragma unroll
             for (int j = 0; j < kPiecesPerThread; j++) {
@@ -98,7 +100,7 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
     const int tid = threadIdx.x;
     if (!wait_ranks(p, op, bank, t, term)) return false;
     if (p.weight_grads != nullptr && tid < kNumTopk) {
-        take_grad(p, bank, t, s.has_own ? grad_row(p, own_row_of(p, term)) : -1);
+        take_grad(p, bank, t, term, s.has_own ? grad_row(p, own_row_of(p, term)) : -1);
     }
 #pragma unroll 1
     for (int vec = tid; vec < kRowVecs; vec += kNumThreads) {

@@ -12,16 +12,16 @@ constexpr int kParts = 4;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 constexpr bool kHasScaleColumns = false;
 constexpr bool kIsRankMajor = false;
-constexpr bool kHasPacketSlots = true;
+constexpr bool kHasPacketSlots = true, kHasMask = false;
 using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
@@ -38,6 +38,7 @@ struct Params {
     int64_t counts_offset;  // uint64 [num_banks, kNumRanks, local experts]: epoch, rows
     int64_t totals_offset;  // uint64 [num_banks, kNumRanks]: epoch, slots used or kRefused
     int64_t done_offset;    // uint64 [num_banks, kNumRanks]: epoch that this peer has read
+    int64_t mask_offset;    // MaskWords [kNumRanks] and the number of exclusions, with a mask
     const uint8_t* x;       // [num_tokens] rows, x_stride bytes apart
     int64_t x_stride;
     const uint8_t* x_scales;  // the caller's scales, [num_tokens, kNumScales] of kScaleBytes, where rows come with them
@@ -116,7 +117,7 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int t, con
 
 // Own tokens: the one that this launch sent last is still known; of the others all is worked out again, as the blocks
 // of a team share none of it.
-CUEP_DEVICE void receive_own(const Params& p, int num_tokens, int last, Token& token, Shared& s) {
+CUEP_DEVICE void receive_own(const Params& p, const Operation& op, int num_tokens, int last, Token& token, Shared& s) {
     if (last >= 0 && (s.out.rank_mask >> p.rank & 1u)) deliver_own(p, last, token, s);
     if (team() == last || team() >= num_tokens) return;  // the only one, or none
     begin_counting(s.counted);
@@ -126,11 +127,11 @@ CUEP_DEVICE void receive_own(const Params& p, int num_tokens, int last, Token& t
         load_token(p, t, token);
         load_earlier(p, num_tokens, !kIsRankMajor, earlier);
         __syncthreads();  // the row before this one has been delivered
-        begin_outgoing(p, token, s.out);
+        begin_outgoing(p, op, token, s.out);
         stage(token, s.staging);
         __syncthreads();
         unstage(s.staging, token);
-        count_before(p, t, earlier, s.counted, s.out);
+        count_before(p, op, t, earlier, s.counted, s.out);
         if (s.out.rank_mask >> p.rank & 1u) deliver_own(p, t, token, s);
     }
 }
@@ -171,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         s.counts,
         [&](const Operation& op, int bank, int t, bool, const Token& token) { send(p, op, bank, t, token, s.out); },
         [&](const Operation& op, int bank, int num_tokens, int last, Token& token) {
-            receive_own(p, num_tokens, last, token, s);
+            receive_own(p, op, num_tokens, last, token, s);
             int turn = 0;  // two words by turns: one may still be read when the next is written
             return receive(
                 p, op, bank, s, [&](int src, int slot) { return take(p, op, bank, src, slot, s.token[turn ^= 1], s); });

@@ -14,7 +14,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ import cuep
 from cuep import reference
 
 _EXIT_STATUS = 3
+_ROUNDS_MASKED, _ROUNDS_AGAIN = 1000, 100_000  # numbers of the first rounds without the victim, and with it again
 _TOKENS, _EXPERTS_PER_RANK, _TOPK, _HIDDEN = 5, 4, 2, 64
 
 
@@ -44,6 +46,9 @@ class Plan:
         streamed: operations are queued on a stream of their own, and the rank looks at them after the round only.
         catches: a CuepError is written down, and the program ends well; else it ends the program.
         bare_comm: a communicator that has only what cuep.init asks for.
+        masks: after a PeerTimeout the others go on without the victim, and with it again if it was only stopped.
+        wrong_mask: they try it with the victim before.
+        variants, reduce: the group's.
     """
 
     mode: str
@@ -56,6 +61,10 @@ class Plan:
     streamed: bool = False
     catches: bool = True
     bare_comm: bool = False
+    masks: bool = False
+    wrong_mask: bool = False
+    variants: dict[str, str] | None = None
+    reduce: str | None = None
 
 
 class Rank:
@@ -66,7 +75,10 @@ class Rank:
         self.world = cuep.init(comm)
         self.rank, self.size = self.world.rank, self.world.size
         self._events = os.open(folder / f"events-{self.rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._folder = folder
         self._handle: Any = None
+        self._active = [1] * self.size
+        self._num_dropped = 0
         self.tell(pid=os.getpid(), backend=self.world.backend.name)
 
     def tell(self, **events: Any) -> None:
@@ -82,6 +94,9 @@ class Rank:
             num_topk=_TOPK,
             max_tokens_per_rank=2 * _TOKENS,
             timeout_s=plan.timeout_s,
+            mask=plan.masks,
+            variants=plan.variants or {},
+            reduce=plan.reduce,
         )
         group = cuep.Group(self.world, cfg)
         self._stream = self.world.stream() if plan.streamed else None
@@ -95,8 +110,52 @@ class Rank:
             self.tell(error=type(error).__name__, message=str(error), raised_s=time.monotonic())
             if not plan.catches:
                 raise
-            self.tell(afterwards=self._afterwards(group))
+            if plan.masks:
+                self._go_on(group)
+            else:
+                self.tell(afterwards=self._afterwards(group))
         self._close(group)
+
+    def _go_on(self, group: cuep.Group) -> None:
+        plan = self.plan
+        everyone, victim = [1] * self.size, plan.victim
+        if plan.wrong_mask:
+            try:
+                group.update_mask(everyone)
+            except cuep.PeerTimeout as error:
+                self.tell(wrong_mask_message=str(error))
+        if self.rank != victim:
+            self._use(group, [int(rank != victim) for rank in range(self.size)])
+            self._masked_rounds(group)
+        if plan.action == "stop":
+            self._use(group, everyone)
+            for number in range(_ROUNDS_AGAIN, _ROUNDS_AGAIN + 5):
+                self._round(group, number)
+                self.tell(rounds_again=number - _ROUNDS_AGAIN + 1)
+        self.tell(num_dropped=group.num_dropped(), expected_dropped=self._num_dropped)
+
+    def _use(self, group: cuep.Group, active: list[int]) -> None:
+        group.update_mask(active)
+        self._active = group.query_mask().tolist()
+        assert self._active == active
+        with suppress(cuep.OrderError):  # it needs a new routing
+            self._handle.dispatch(self.world.backend.asarray(_inputs(0, self.size).x[self.rank]))
+            raise AssertionError("a dispatch with the routing of another mask")
+
+    def _masked_rounds(self, group: cuep.Group) -> None:
+        """Five, or while a victim that was stopped has yet to notice: it may be storing. All are equally many."""
+        victim, last = self.plan.victim, self._folder / "last-round"
+        decider = min(rank for rank in range(self.size) if rank != victim)
+        for number in range(_ROUNDS_MASKED, _ROUNDS_AGAIN):
+            if last.exists() and number > int(last.read_text()):
+                return
+            is_noticed = self.plan.action == "kill" or _has_event(self._folder, victim, "raised_s")
+            if self.rank == decider and number >= _ROUNDS_MASKED + 5 and is_noticed and not last.exists():
+                whole = last.with_suffix(".whole")
+                whole.write_text(str(number + 1))  # a peer that starts the round behind the next has seen it
+                whole.rename(last)
+            self._round(group, number)
+            self.tell(masked_rounds=number - _ROUNDS_MASKED + 1)
 
     def _reach(self, number: int, place: str) -> None:
         """The victim does what it is to do, if this is where."""
@@ -115,9 +174,11 @@ class Rank:
 
     def _round(self, group: cuep.Group, number: int) -> None:
         backend, stream, place = self.world.backend, self._stream, lambda name: self._reach(number, name)
-        inputs = _inputs(number, self.size)
+        every = _inputs(number, self.size)
+        inputs = _masked(every, self._active)
+        self._num_dropped += int((every.topk_idx[self.rank] >= 0).sum() - (inputs.topk_idx[self.rank] >= 0).sum())
         ids, weights, x = (
-            backend.asarray(of_ranks[self.rank]) for of_ranks in (inputs.topk_idx, inputs.topk_weights, inputs.x)
+            backend.asarray(of_ranks[self.rank]) for of_ranks in (every.topk_idx, every.topk_weights, every.x)
         )
         place("route")
         if self._handle is None:
@@ -157,9 +218,9 @@ class Rank:
         reference.assert_same(rows[want.row_idx], want.source, "source")
 
     def _check_combined(self, cfg: cuep.GroupConfig, y: Any, inputs: reference.Inputs) -> None:
-        ids, weights, x = (part[self.rank] for part in (inputs.topk_idx, inputs.topk_weights, inputs.x))
+        x = inputs.x[self.rank]
         if cfg.mode == "ll":
-            want = reference.weighted_sum(ids, weights, lambda k: x, x.dtype)
+            want = reference.combine(inputs, self.rank, cfg, lambda k: x)
         else:
             want = reference.rank_sum(inputs.owner(self.rank), self.size, lambda rank: x, x.dtype)
         reference.assert_same(self.world.backend.to_numpy(y), want, "y")
@@ -207,6 +268,20 @@ def _inputs(number: int, num_ranks: int) -> reference.Inputs:
         rows[:, 0], rows[:, 1], rows[:, 2] = rank, np.arange(num_tokens), number
         x.append(rows.astype(ml_dtypes.bfloat16))
     return reference.make_inputs(num_ranks * _EXPERTS_PER_RANK, x, ids, weights)
+
+
+def _masked(inputs: reference.Inputs, active: list[int]) -> reference.Inputs:
+    """What is left of a round where some ranks take no part."""
+    ids, local = [], inputs.num_local_experts
+    for rank, of_rank in enumerate(inputs.topk_idx):
+        is_kept = (of_rank >= 0) & np.array(active, bool)[np.maximum(of_rank, 0) // local] & bool(active[rank])
+        ids.append(np.where(is_kept, of_rank, -1))
+    return replace(inputs, topk_idx=ids)
+
+
+def _has_event(folder: Path, rank: int, event: str) -> bool:
+    path = folder / f"events-{rank}.jsonl"
+    return path.exists() and f'"{event}"' in path.read_text()
 
 
 def main() -> None:

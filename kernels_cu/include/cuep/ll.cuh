@@ -6,6 +6,7 @@
 #pragma once
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
+#include <cuep/mask.cuh>
 #include <cuep/operation.cuh>
 
 namespace cuep {
@@ -66,7 +67,9 @@ CUEP_DEVICE int team() {
 // The operation of this kernel: a new one if it sends, else the one that the handle's send began.
 template <class Params>
 CUEP_DEVICE Operation begin_phase(const Params& p, Op op) {
-    return p.is_send ? begin_operation(p, op) : resume_operation(p, op);
+    Operation operation = p.is_send ? begin_operation(p, op) : resume_operation(p, op);
+    load_mask(p, operation);
+    return operation;
 }
 
 // The block with the fewest tokens: what one block does for all.
@@ -136,13 +139,19 @@ CUEP_DEVICE Standing standing_of(const Params& p, const Operation& op) {
     return {control.received + 1 == op.epoch, control.read_until + p.num_banks >= op.epoch};
 }
 
+// Whether the group is over or goes on without this rank, for block_any. Ask early and use the answer late.
+template <class Params>
+CUEP_DEVICE bool is_over(const Params& p, const Operation& op) {
+    return is_broken(op) | is_excluded(p, op);
+}
+
 // Tells the peers that this rank has read what was last in the bank (pairs with wait_bank_free). A kernel that sends
 // and receives leaves that to the next one that sends into the same bank, which is ordered behind it: then it costs
 // nothing. One block; before it waits for the same word of a peer.
 template <class Params>
 CUEP_DEVICE void publish_last_read(const Params& p, const Operation& op, int bank) {
     const int tid = threadIdx.x;
-    if (tid >= kNumRanks || tid == p.rank) return;
+    if (tid >= kNumRanks || tid == p.rank || !is_active(op, tid)) return;
     st_relaxed_sys(done_of(p, tid, bank, p.rank), (op.epoch - p.num_banks) << 32);
 }
 
@@ -155,7 +164,7 @@ CUEP_DEVICE Bank ask_for_bank(const Params& p, const Operation& op, int bank, bo
     if (is_own_free && is_clerk()) publish_last_read(p, op, bank);
     if (!is_own_free && kMayBeTaken) return block_any(is_off) ? Bank::kStop : Bank::kTaken;
     bool is_ok = true;
-    if (tid < kNumRanks && !(tid == p.rank && is_own_free)) {
+    if (tid < kNumRanks && is_active(op, tid) && !(tid == p.rank && is_own_free)) {
         is_ok = wait_bank_free(op, done_of(p, p.rank, bank, tid), p.num_banks, tid);
     }
     return block_any(!is_ok || is_off) ? Bank::kStop : Bank::kFree;
@@ -213,8 +222,8 @@ template <class Params>
 CUEP_DEVICE bool wait_totals(const Params& p, const Operation& op, int bank, bool is_ok, Totals& totals) {
     const int tid = threadIdx.x;
     if (tid < kNumRanks) {
-        uint32_t total = 0;
-        is_ok &= wait_word(op, total_of(p, p.rank, bank, tid), tid, total);
+        uint32_t total = routing_bits(p) | kSettled;  // of a rank that takes no part
+        if (is_active(op, tid)) is_ok &= wait_word(op, total_of(p, p.rank, bank, tid), tid, total);
         const bool is_paired = (total & kRoutingBits) == routing_bits(p);
         totals.of[tid] = total == kRefused ? total : is_paired ? total & ~(kSettled | kRoutingBits) : kMispaired;
         totals.are_settled[tid] = total != kRefused && (total & kSettled) != 0;
@@ -265,7 +274,7 @@ CUEP_DEVICE void end_launch(
     if (!p.is_send) {  // the peers may be waiting for this alone: tell them now, when all blocks have read
         if (!is_last_block(op)) return;
         const int tid = threadIdx.x;
-        if (tid < kNumRanks && tid != p.rank) {
+        if (tid < kNumRanks && tid != p.rank && is_active(op, tid)) {
             st_release_sys(done_of(p, tid, bank, p.rank), tagged(op, 0));  // pairs with wait_bank_free
         }
         is_writer = tid == 0;

@@ -32,7 +32,7 @@ template <class Params>
 CUEP_DEVICE void publish_totals(
     const Params& p, const Operation& op, int bank, const Standing& standing, bool is_weighted) {
     const int tid = threadIdx.x;
-    if (tid >= kNumRanks) return;
+    if (tid >= kNumRanks || !is_active(op, tid)) return;
     const uint32_t flags = (p.row_weight_grads == nullptr ? 0 : kHasGrads) | (is_weighted ? 0 : kUnweighted);
     const uint32_t total = p.is_refused ? kRefused : flags | routing_bits(p) | settled_bit(standing);
     st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
@@ -45,12 +45,14 @@ struct Verdict {
 };
 
 template <class Params>
-CUEP_DEVICE Verdict verdict_of(const Params& p, const Totals& totals) {
+CUEP_DEVICE Verdict verdict_of(const Params& p, const Operation& op, const Totals& totals) {
     const int refused_by = refusing_rank(p, totals);
     if (refused_by >= 0) return {refused_by, Cause::kCall};
     if (is_mispaired(totals)) return {p.rank, Cause::kMispaired};
     uint32_t differs = 0;
-    for (int r = 0; r < kNumRanks; r++) differs |= (totals.of[r] ^ totals.of[0]) & (kHasGrads | kUnweighted);
+    for (int r = 0; r < kNumRanks; r++) {
+        if (is_active(op, r)) differs |= (totals.of[r] ^ totals.of[p.rank]) & (kHasGrads | kUnweighted);
+    }
     return {differs == 0 ? -1 : p.rank, differs & kHasGrads ? Cause::kGradsDiffer : Cause::kWeightsDiffer};
 }
 
@@ -123,15 +125,20 @@ CUEP_DEVICE void send_grad(const Params& p, int src, int bank, int64_t token, in
 
 // weight_grads[t, k] of this thread's k, when the token's flags have been acquired. own_row: as in send_grad.
 template <class Params>
-CUEP_DEVICE void take_grad(const Params& p, int bank, int64_t t, int64_t own_row) {
+CUEP_DEVICE void take_grad(const Params& p, int bank, int64_t t, const Term& term, int64_t own_row) {
     const int64_t at = t * kNumTopk + threadIdx.x;
     uint32_t bits = 0;
     if (own_row >= 0) {
         bits = p.row_weight_grads[own_row];
-    } else if (p.ids[at] >= 0) {
+    } else if (term.expert >= 0) {
         bits = ld_relaxed_sys(grad_of(p, p.rank, bank, t, threadIdx.x));
     }
     p.weight_grads[at] = bits;
+}
+
+// A rank that takes no part answers nothing, whatever the routing says.
+CUEP_DEVICE void drop_inactive(const Operation& op, Term& term) {
+    if (term.expert >= 0 && !is_active(op, term.expert / kNumLocalExperts)) term.expert = -1;
 }
 
 // The received row of this rank's own token, src * max_tokens + slot, or -1 where it has no expert here.
@@ -210,7 +217,7 @@ CUEP_DEVICE void combine(const Params& p,
     const uint32_t refused = p.state->refused;
     const Operation op = begin_phase(p, Op::kCombine);
     const Standing standing = standing_of(p, op);
-    const bool is_off = is_broken(op);
+    const bool is_off = is_over(p, op);
     const bool is_sender = p.is_send && !p.is_refused;
     const int num_rows = p.is_refused || !p.is_receive ? 0 : p.num_tokens;
     const int first_token = first_to_receive();
@@ -223,6 +230,7 @@ CUEP_DEVICE void combine(const Params& p,
     const int count = p.is_refused ? 0 : kept_tokens_of(p);
     const int most = is_sender ? most_received(p) : 0;
     if (first_token < num_rows) follow(term);
+    drop_inactive(op, term);
     const int bank = bank_of(p, op);
     if (is_any && !is_row(p, answer)) {
         is_any = find_answer(p, most, answer);
@@ -249,13 +257,14 @@ CUEP_DEVICE void combine(const Params& p,
     if (p.is_receive) {
         if (first_token < count) prepare(bank, first_token, term);
         if (!wait_totals(p, op, bank, true, totals)) return;
-        verdict = verdict_of(p, totals);
+        verdict = verdict_of(p, op, totals);
         const int num_tokens = verdict.refused_by < 0 ? count : 0;
         for (int t = first_token; t < num_tokens; t += num_teams()) {
             if (t != first_token) {
                 term = Term();
                 look_up_term(t, term);
                 follow(term);
+                drop_inactive(op, term);
                 __syncthreads();  // the one before is summed
                 prepare(bank, t, term);
                 __syncthreads();

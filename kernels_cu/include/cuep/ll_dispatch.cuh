@@ -194,6 +194,29 @@ CUEP_DEVICE void unstage(const Staging& staging, Token& token) {
     }
 }
 
+// Experts of ids, -1 also where their rank takes no part; those are counted. Returns how many ids are out of range.
+template <int kCount>
+CUEP_DEVICE uint32_t check_active(
+    const Operation& op, const RawIds<kCount>& raw, bool is_int64, int32_t (&experts)[kCount], uint32_t& num_dropped) {
+    const uint32_t num_bad = check_ids<kNumExperts>(raw, is_int64, experts);
+    if constexpr (kHasMask) {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) {
+            if (experts[i] < 0 || is_active(op, experts[i] / kNumLocalExperts)) continue;
+            experts[i] = -1;
+            num_dropped++;
+        }
+    }
+    return num_bad;
+}
+
+CUEP_DEVICE int32_t active_expert(const Operation& op, const RawIds<1>& raw, bool is_int64) {
+    int32_t expert[1];
+    uint32_t num_dropped = 0;
+    check_active(op, raw, is_int64, expert, num_dropped);
+    return expert[0];
+}
+
 // has_pairs: whether pairs are wanted, too.
 template <class Params>
 CUEP_DEVICE void load_earlier(const Params& p, int num_rows, bool has_pairs, Earlier& earlier) {
@@ -208,27 +231,30 @@ CUEP_DEVICE void load_earlier(const Params& p, int num_rows, bool has_pairs, Ear
 
 // visit(expert) of all pairs of tokens first to end - 1 that have an expert.
 template <class Params, class Visit>
-CUEP_DEVICE void for_pairs(const Params& p, int first, int end, const Earlier& earlier, Visit visit) {
+CUEP_DEVICE void for_pairs(
+    const Params& p, const Operation& op, int first, int end, const Earlier& earlier, Visit visit) {
     const int tid = threadIdx.x;
 #pragma unroll
     for (int j = 0; j < kPairsAhead; j++) {
         const int i = tid + j * kNumThreads;
         if (i < first * kNumTopk || i >= end * kNumTopk) continue;
-        int32_t expert[1];
-        check_ids<kNumExperts>(earlier.pair[j], p.is_int64, expert);
-        if (expert[0] >= 0) visit(expert[0]);
+        const int32_t expert = active_expert(op, earlier.pair[j], p.is_int64);
+        if (expert >= 0) visit(expert);
     }
 #pragma unroll 1
     for (int i = max(kPairsAhead * kNumThreads, first * kNumTopk) + tid; i < end * kNumTopk; i += kNumThreads) {
-        const int32_t expert = load_expert<kNumExperts>(p.topk_idx, p.is_int64, i);
+        RawIds<1> raw;
+        load_raw(p.topk_idx, p.is_int64, i, raw);
+        const int32_t expert = active_expert(op, raw, p.is_int64);
         if (expert >= 0) visit(expert);
     }
 }
 
-// Adds, for tokens first to end - 1, how many have an expert at each rank. bad(num): of a token whose ids are out of
-// range. Whole warps.
-template <class Params, class Bad>
-CUEP_DEVICE void count_slots(const Params& p, int first, int end, const Earlier& earlier, int32_t* slots, Bad bad) {
+// Adds, for tokens first to end - 1, how many have an expert at each rank. note(num_bad, num_dropped): of a token's
+// ids, where that is any. Whole warps.
+template <class Params, class Note>
+CUEP_DEVICE void count_slots(
+    const Params& p, const Operation& op, int first, int end, const Earlier& earlier, int32_t* slots, Note note) {
     const int tid = threadIdx.x, warp_start = warp_idx() * kWarpSize;
 #pragma unroll 1
     for (int from = first / kNumThreads * kNumThreads; from + warp_start < end; from += kNumThreads) {
@@ -239,8 +265,9 @@ CUEP_DEVICE void count_slots(const Params& p, int first, int end, const Earlier&
             RawIds<kNumTopk> raw = earlier.token;
             if (from > 0) load_raw(p.topk_idx, p.is_int64, static_cast<int64_t>(t) * kNumTopk, raw);
             int32_t experts[kNumTopk];
-            const uint32_t num_bad = check_ids<kNumExperts>(raw, p.is_int64, experts);
-            if (num_bad != 0) bad(num_bad);
+            uint32_t num_dropped = 0;
+            const uint32_t num_bad = check_active(op, raw, p.is_int64, experts, num_dropped);
+            if ((num_bad | num_dropped) != 0) note(num_bad, num_dropped);
             rank_mask = ranks_of<kNumLocalExperts>(experts);
         }
         count_ranks<kNumRanks>(rank_mask, slots);
@@ -249,13 +276,11 @@ CUEP_DEVICE void count_slots(const Params& p, int first, int end, const Earlier&
 
 // What is known of a token alone; tokens before it count from here on. One warp: a thread for each k and each rank.
 template <class Params>
-CUEP_DEVICE void begin_outgoing(const Params& p, const Token& token, Outgoing& out) {
+CUEP_DEVICE void begin_outgoing(const Params& p, const Operation& op, const Token& token, Outgoing& out) {
     static_assert(kNumTopk <= kWarpSize && kNumRanks <= kWarpSize);
     if (warp_idx() != 0) return;
     const int lane = lane_idx();
-    int32_t expert[1] = {-1};
-    if (lane < kNumTopk) check_ids<kNumExperts>(token.id, p.is_int64, expert);
-    const int32_t e = expert[0];
+    const int32_t e = lane < kNumTopk ? active_expert(op, token.id, p.is_int64) : -1;
     const uint32_t rank_mask = __reduce_or_sync(0xffffffffu, e >= 0 ? 1u << (e / kNumLocalExperts) : 0u);
     const uint32_t same = __match_any_sync(0xffffffffu, e);
     if (lane < kNumTopk) {
@@ -270,12 +295,13 @@ CUEP_DEVICE void begin_outgoing(const Params& p, const Token& token, Outgoing& o
 // Counts the tokens before t, from those on that have been counted, and gives token t its slots and, expert-major, its
 // places. Behind a barrier after begin_outgoing, and ends with one.
 template <class Params>
-CUEP_DEVICE void count_before(const Params& p, int t, const Earlier& earlier, Counted& counted, Outgoing& out) {
+CUEP_DEVICE void count_before(
+    const Params& p, const Operation& op, int t, const Earlier& earlier, Counted& counted, Outgoing& out) {
     if (t == 0) return;
     const int tid = threadIdx.x, first = counted.num_tokens;
-    count_slots(p, first, t, earlier, counted.ranks, [](uint32_t) {});
+    count_slots(p, op, first, t, earlier, counted.ranks, [](uint32_t, uint32_t) {});
     if constexpr (!kIsRankMajor) {
-        for_pairs(p, first, t, earlier, [&](int32_t expert) { atomicAdd(&counted.experts[expert], 1); });
+        for_pairs(p, op, first, t, earlier, [&](int32_t expert) { atomicAdd(&counted.experts[expert], 1); });
     }
     __syncthreads();
     if (tid < kNumRanks) out.slot[tid] = counted.ranks[tid];
@@ -304,21 +330,23 @@ CUEP_DEVICE void publish_counts(const Params& p,
                                 const Earlier& earlier,
                                 Counts& counts) {
     const int tid = threadIdx.x;
-    for_pairs(p, 0, count, earlier, [&](int32_t expert) { atomicAdd(&counts.experts[expert], 1); });
-    count_slots(p, 0, count, earlier, counts.ranks, [&](uint32_t num_bad) {
-        atom_add_relaxed_sys(&p.report->num_bad_ids, num_bad);
+    for_pairs(p, op, 0, count, earlier, [&](int32_t expert) { atomicAdd(&counts.experts[expert], 1); });
+    count_slots(p, op, 0, count, earlier, counts.ranks, [&](uint32_t num_bad, uint32_t num_dropped) {
+        if (num_bad != 0) atom_add_relaxed_sys(&p.report->num_bad_ids, num_bad);
+        if (num_dropped != 0) atom_add_relaxed_sys(&p.report->num_dropped, num_dropped);
     });
     __syncthreads();
-    bool is_over = false;
+    bool is_too_full = false;
     for (int e = tid; e < kNumExperts; e += kNumThreads) {  // pairs with wait_count
         const int32_t num_rows = counts.experts[e];
-        is_over |= num_rows > most_per_expert;
+        is_too_full |= num_rows > most_per_expert;
+        if (!is_active(op, e / kNumLocalExperts)) continue;
         uint64_t* words = counts_of(p, e / kNumLocalExperts, bank, p.rank);
         st_relaxed_sys(words + e % kNumLocalExperts, tagged(op, static_cast<uint32_t>(num_rows)));
     }
-    is_over = block_any(is_over);
-    if (tid < kNumRanks) {  // pairs with wait_totals
-        const bool is_refused = p.is_refused || is_over || count == kBadTokenCount;
+    is_too_full = block_any(is_too_full);
+    if (tid < kNumRanks && is_active(op, tid)) {  // pairs with wait_totals
+        const bool is_refused = p.is_refused || is_too_full || count == kBadTokenCount;
         const uint32_t num_slots = static_cast<uint32_t>(counts.ranks[tid]);
         const uint32_t total = is_refused ? kRefused : num_slots | routing_bits(p) | settled_bit(standing);
         st_relaxed_sys(total_of(p, tid, bank, p.rank), tagged(op, total));
@@ -361,7 +389,7 @@ CUEP_DEVICE void keep_token(const Params& p, int t, const Outgoing& out) {
 template <class Params>
 CUEP_DEVICE bool wait_count(const Params& p, const Operation& op, int bank, int src, int local_expert, int32_t& count) {
     uint32_t value = 0;
-    const bool is_ok = wait_word(op, counts_of(p, p.rank, bank, src) + local_expert, src, value);
+    const bool is_ok = !is_active(op, src) || wait_word(op, counts_of(p, p.rank, bank, src) + local_expert, src, value);
     count = static_cast<int32_t>(value);
     return is_ok;
 }
@@ -430,7 +458,7 @@ CUEP_DEVICE void dispatch(
     // the first token comes in while control words do; whether it is one is known later
     const Operation op = begin_phase(p, Op::kDispatch);
     const Standing standing = standing_of(p, op);
-    const bool is_off = is_broken(op);
+    const bool is_off = is_over(p, op);
     const int num_rows = p.is_refused || !p.is_send ? 0 : p.num_tokens;
     const bool is_sender = team() < num_rows;
     Token token;
@@ -439,7 +467,7 @@ CUEP_DEVICE void dispatch(
     if (is_clerk() || (is_sender && team() > 0)) load_earlier(p, num_rows, is_clerk() || !kIsRankMajor, earlier);
     if (is_sender) {
         begin_counting(counted);
-        begin_outgoing(p, token, out);
+        begin_outgoing(p, op, token, out);
         stage(token, staging);
     }
     if (is_clerk()) {
@@ -468,12 +496,12 @@ CUEP_DEVICE void dispatch(
                 if (last == 0) load_earlier(p, num_tokens, !kIsRankMajor, earlier);
                 load_token(p, t, token);
                 __syncthreads();  // the one before has been sent
-                begin_outgoing(p, token, out);
+                begin_outgoing(p, op, token, out);
                 stage(token, staging);
                 __syncthreads();
                 unstage(staging, token);
             }
-            count_before(p, t, earlier, counted, out);
+            count_before(p, op, t, earlier, counted, out);
             if (part() == 0) keep_token(p, t, out);
             send(op, bank, t, t + num_teams() >= num_tokens, token);
             last = t;

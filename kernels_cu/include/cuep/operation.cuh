@@ -6,8 +6,8 @@
 
 namespace cuep {
 
-enum class Op : uint32_t { kRoute = 0, kDispatch = 1, kCombine = 2 };
-enum class Phase : uint32_t { kReuse = 0, kCounts = 1, kRows = 2 };  // cuep/status.py has the same names
+enum class Op : uint32_t { kRoute = 0, kDispatch = 1, kCombine = 2, kMask = 3 };  // kMask: in reports alone
+enum class Phase : uint32_t { kReuse = 0, kCounts = 1, kRows = 2, kExcluded = 3, kMask = 4 };  // as in cuep/status.py
 
 constexpr uint32_t kRefused = 0xffffffffu;  // published instead of a count by a rank whose call was refused
 
@@ -35,6 +35,9 @@ struct Control {
     } ops[3];                 // of each Op
     uint32_t broken;          // a wait has timed out: the group is over
     uint32_t sent;            // blocks of the running kernel that have sent all they owe, where others wait for that
+    uint32_t active;          // ll with a mask: bit r: rank r takes part
+    uint32_t excluded[32];    // likewise, of each rank: its last exclusion of this one that has been made good
+    uint32_t unused;
 };
 
 constexpr uint32_t kRefusalsKept = 8;
@@ -45,6 +48,7 @@ struct Report {
     uint32_t op, phase, peer, expected, seen, epoch;
     uint32_t num_bad_ids;  // topk_idx entries outside [-1, num_experts)
     uint32_t ticket;       // of a launch that is over, and all before it: the host may let go of what they read
+    uint32_t num_dropped;  // (token, k) pairs whose expert's rank does not take part
     uint32_t num_refused;  // operations that did nothing because a rank refused; the newest are in `refusals`
     struct {
         uint32_t what;  // Op, Cause << 8, rank << 16
@@ -70,7 +74,9 @@ struct Operation {
     uint64_t epoch;  // of this operation; flags carry its low 32 bits
     uint32_t ticket;
     Op op;
-    bool is_new;  // this kernel takes the epoch
+    bool is_new;                    // this kernel takes the epoch
+    uint32_t active = 0xffffffffu;  // bit r: rank r takes part
+    uint32_t num_exclusions = 0;    // of this rank by others, when the kernel began
 };
 
 // Params is that of any kernel: all have these fields.
@@ -125,6 +131,19 @@ CUEP_DEVICE uint32_t epoch_of(uint64_t word) {
     return static_cast<uint32_t>(word >> 32);
 }
 
+// The group is over, for this reason unless there was one before.
+CUEP_DEVICE_COLD void break_group(const Operation& op, Phase phase, int peer, uint32_t expected, uint32_t seen) {
+    if (atom_cas_acq_rel_gpu(&op.control->broken, 0u, 1u) != 0u) return;
+    Report* report = op.report;
+    report->op = static_cast<uint32_t>(op.op);
+    report->phase = static_cast<uint32_t>(phase);
+    report->peer = static_cast<uint32_t>(peer);
+    report->expected = expected;
+    report->seen = seen;
+    report->epoch = static_cast<uint32_t>(op.epoch);
+    st_release_sys(&report->timed_out, 1u);  // pairs with the host's read in Group.check
+}
+
 // Whether to stop waiting: the group is broken, or this wait has lasted longer than the timeout (and is then reported).
 CUEP_DEVICE_COLD bool give_up(
     const Operation& op, Phase phase, int peer, uint32_t expected, uint32_t seen, uint64_t& since_ns) {
@@ -132,16 +151,7 @@ CUEP_DEVICE_COLD bool give_up(
     const uint64_t now = now_ns();
     if (since_ns == 0) since_ns = now;
     if (now - since_ns < op.timeout_ns) return false;
-    if (atom_cas_acq_rel_gpu(&op.control->broken, 0u, 1u) == 0u) {
-        Report* report = op.report;
-        report->op = static_cast<uint32_t>(op.op);
-        report->phase = static_cast<uint32_t>(phase);
-        report->peer = static_cast<uint32_t>(peer);
-        report->expected = expected;
-        report->seen = seen;
-        report->epoch = static_cast<uint32_t>(op.epoch);
-        st_release_sys(&report->timed_out, 1u);  // pairs with the host's read in Group.check
-    }
+    break_group(op, phase, peer, expected, seen);
     return true;
 }
 
