@@ -75,8 +75,49 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--quant", help="fp8_block128: rows are quantised while they are sent (ll; default: they are not)"
     )
+    bench.add_argument(
+        "--scale-format", default="fp32", choices=("fp32", "ue8m0"), help="of the scales of --quant (%(default)s)"
+    )
     bench.add_argument("--alignment", type=_count, default=1, help="of zones, ht expert_major (%(default)s)")
     bench.add_argument("--num-sms", type=_count, help="blocks a kernel may use (default: cuep's choice)")
+    bench.add_argument(
+        "--routing",
+        default="uniform",
+        choices=("uniform", "skewed"),
+        help="random with a fixed seed. uniform: all experts equally likely; skewed: a third of all ranks' tokens have"
+        " expert 0 among theirs, other places go to the other experts (%(default)s)",
+    )
+    bench.add_argument(
+        "--staged", action="store_true", help="ll: also time the send phases alone, and a pair of staged calls"
+    )
+    bench.add_argument(
+        "--groups",
+        type=int,
+        default=1,
+        choices=(1, 2),
+        help="2: also time two groups, each running the pair in a stream of its own at the same time, until both are"
+        " through; each may use --num-sms blocks, or half of the multiprocessors (ht kernels are cooperative launches,"
+        " which a GPU need not run beside one another: such a run can end in PeerTimeout)",
+    )
+    bench.add_argument(
+        "--overlap",
+        action="store_true",
+        help="ll: also time two micro-batches with a matrix product each: the products, the communication, one after"
+        " the other, and a staged and a two-stream pipeline that hide communication behind the products",
+    )
+    bench.add_argument(
+        "--gemm-columns",
+        type=_count,
+        default=2048,
+        metavar="N",
+        help="of these products, [tokens * topk, hidden] x [hidden, N]; bfloat16, float32 on a CPU (%(default)s)",
+    )
+    bench.add_argument(
+        "--peer",
+        choices=("nccl-ep",),
+        help="also time this library on the same inputs: NCCL EP, ll or ht flat, bfloat16, on GPUs; needs its packages"
+        " and nvcc; --check allows it roundings of bfloat16",
+    )
     bench.add_argument("--graph", action=argparse.BooleanOptionalAction, help="replay CUDA graphs (default on a GPU)")
     bench.add_argument("--eager", dest="graph", action="store_false", help="enqueue every call (all there is on a CPU)")
     bench.add_argument("--check", action="store_true", help="compare results with the oracle, bit by bit")
@@ -140,8 +181,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _bench_on(world: World, options: argparse.Namespace) -> int:
-    from cuep.bench import runner, workload
-    from cuep.tables import print_table
+    from cuep.bench import report, runner, workload
 
     sizes = {
         name: getattr(options, name) or default
@@ -155,8 +195,15 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
         layout=options.layout,
         reduce=options.reduce,
         quant=options.quant,
+        scale_format=options.scale_format,
         alignment=options.alignment,
         num_sms=options.num_sms,
+        routing=options.routing,
+        staged=options.staged,
+        groups=options.groups,
+        overlap=options.overlap,
+        gemm_columns=options.gemm_columns,
+        peer=options.peer,
         graph=is_gpu and options.graph is not False,
         check=options.check,
         iterations=options.iterations,
@@ -169,17 +216,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
             print("a CPU has no graphs: calls are eager")
     records, wrong = runner.run(world, settings)
     if is_first:
-        columns = ("op", "variant", "us_median", "us_p10", "us_p90", "host_us", "host_cold_us", "gb_per_s", "checked")
-        shape = " ".join(f"{name}={value}" for name, value in sizes.items())
-        how = "graph replays" if settings.graph else "eager calls"
-        config = workload.group_config(settings, {})
-        form = f"{config.layout} {config.reduce}" + (f" alignment={config.alignment}" if config.alignment > 1 else "")
-        form += f" quant={config.quant}" if config.quant else ""
-        print_table(
-            f"{options.mode} {form} {settings.dtype} {shape}, {world.size} ranks, {how}, slowest rank, microseconds",
-            columns,
-            [[record[name] for name in columns] for record in records],
-        )
+        report.show(settings, world.size, records)
         for text in wrong:
             print(f"WRONG {text}")
         if options.json:

@@ -47,7 +47,10 @@ FEW_TESTS = (
     "tests/mpi/test_gpu.py",
 )
 JOB_TESTS = ("tests/test_jobs.py", "tests/test_death.py", "tests/test_mask.py")  # they start their ranks themselves
-SOME_JOBS = "sys or (for_longer and ll) or (a_killed_rank and (ht-dispatch or packets-dispatch)) or (only_stopped and flags-False)"
+SOME_JOBS = (
+    "sys or (for_longer and ll) or (a_killed_rank and (ht-dispatch or packets-dispatch))"
+    " or (only_stopped and flags-False)"
+)
 
 
 @dataclass

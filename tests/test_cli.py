@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from cuep import cli, demo_model, tables
-from cuep.bench import runner, traffic
-from cuep.errors import ArgumentError
+from cuep.bench import report, runner, traffic, verify, workload
+from cuep.bench.peers import nccl_ep
+from cuep.errors import ArgumentError, BackendUnavailable
 
 RECORD_KEYS = (
-    "op variant mode layout reduce alignment backend gpu ranks tokens hidden experts topk dtype quant num_sms graph "
-    "us_median us_p10 us_p90 host_us host_cold_us bytes_remote bytes_total gb_per_s checked commit"
+    "op peer variant mode layout reduce alignment backend gpu ranks tokens hidden experts topk routing dtype quant "
+    "scale_format num_sms gemm graph us_median us_p10 us_p90 host_us host_cold_us bytes_remote bytes_total gb_per_s "
+    "checked commit"
 )
 
 
@@ -62,6 +64,13 @@ def test_bench_writes_records_with_exactly_these_keys(mode, tmp_path):
         (["demo", "--backend", "cpu", "--text", "/nonexistent"], "--text /nonexistent cannot be read"),
         (["bench", "ll", "--backend", "cpu", "--hidden", "7"], "hidden=7 is not allowed"),
         (["bench", "ll", "--backend", "cpu", "--variant", "imaginary"], "variant 'imaginary' is not one of mode ll"),
+        (["bench", "ht", "--backend", "cpu", "--staged"], "staged=True is not allowed with mode='ht'"),
+        (["bench", "ht", "--backend", "cpu", "--overlap"], "overlap=True is not allowed with mode='ht'"),
+        (["bench", "ll", "--backend", "cpu", "--peer", "nccl-ep"], "peer nccl-ep runs on GPUs only"),
+        (
+            ["bench", "ht", "--backend", "cpu", "--peer", "nccl-ep", "--layout", "expert_major"],
+            "layout='expert_major' is not allowed with mode='ht'; allowed: 'flat'",
+        ),
         (["bench", "ll", "--tokens", "-4"], "must be a whole number of at least 1, got '-4'"),
     ],
 )
@@ -93,6 +102,59 @@ def test_traffic_counts_rows_per_rank_and_per_expert():
     assert traffic.dispatch(topk_idx, 0, 2, 4, 10) == traffic.Traffic(remote=20, total=30)
     assert traffic.combine(topk_idx, 0, 2, 4, 10, is_exact=True) == traffic.Traffic(remote=30, total=40)
     assert traffic.combine(topk_idx, 0, 2, 4, 10, is_exact=False) == traffic.Traffic(remote=20, total=30)
+
+
+def test_skewed_routing_gives_one_expert_a_third_of_all_tokens():
+    """Exactly, over all ranks; experts of a token stay distinct, the others share what is left."""
+    options = workload.Options("ll", tokens=100, hidden=8, experts=16, topk=4, routing="skewed")
+    ranks = [workload.routing(options, rank) for rank in range(4)]
+    ids = np.concatenate(ranks)
+    assert ids.dtype == np.int32 and ids.shape == (400, 4)
+    assert (ids == 0).any(1).sum() == 134 and all(30 <= (rank == 0).sum() <= 37 for rank in ranks)
+    assert all(len(set(row)) == 4 for row in ids)
+    others = np.bincount(ids.ravel(), minlength=16)[1:]
+    assert others.sum() == 1600 - 134 and others.min() > 0.6 * others.mean()
+    np.testing.assert_array_equal(workload.routing(options, 2), ranks[2])
+    uniform = workload.Options("ll", tokens=100, hidden=8, experts=16, topk=4)
+    assert 10 < (workload.routing(uniform, 2) == 0).sum() < 40
+
+
+def test_a_missing_peer_says_what_to_install(monkeypatch):
+    for name in ("nccl", "nccl.core", "nccl.ep"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it then raises ImportError
+    with pytest.raises(BackendUnavailable, match=r"peer nccl-ep .*pip install 'nccl-extensions\[cu13\]==0.1.0'"):
+        nccl_ep.load()
+
+
+def test_a_peer_may_round_but_not_be_wrong():
+    expected = np.array([[1.0, -8.0], [0.5, 4.0]], np.float32)
+    rounded = expected * np.float32(1 + 2.0**-7)
+    assert verify.far_off(rounded, expected, is_quantised=False) == []
+    for wrong in (np.nan, 4.25, -4):
+        rounded[1, 1] = wrong
+        assert "y differs in 1 of 4 values, first at [1, 1]" in verify.far_off(rounded, expected, is_quantised=False)[0]
+
+
+def test_the_table_compares_a_peer_with_the_first_variant(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    options = workload.Options("ll", tokens=1, hidden=8, experts=2, topk=1, peer="nccl-ep", routing="skewed")
+    shown = dict.fromkeys(RECORD_KEYS.split(), 0.0) | {"op": "pair", "peer": None}
+    report.show(
+        options,
+        2,
+        [
+            shown | {"variant": "default", "us_median": 20.0},
+            shown | {"variant": "direct", "us_median": 99.0},
+            shown | {"variant": "0.2.0", "us_median": 30.0, "peer": "nccl-ep"},
+        ],
+    )
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert "skewed," in lines[0] and lines[1][:4] == ["op", "variant", "us_median", "peer/cuep"]
+    assert [line[1:-6] for line in lines[2:]] == [
+        ["default", "20", "-"],
+        ["direct", "99", "-"],
+        ["nccl-ep", "0.2.0", "30", "1.50"],
+    ]
 
 
 def test_demo_routing_is_skewed():

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import replace
 
-import numpy as np
-
-from cuep import jit, layout
-from cuep.bench import traffic, verify
-from cuep.bench.timing import Operation, Timing, measure
-from cuep.bench.workload import Array, Inputs, Options, group_config, make_inputs, scale
-from cuep.config import QUANT_BLOCK
+from cuep import jit
+from cuep.bench import cases, peers, records, verify
+from cuep.bench.batch import Batch
+from cuep.bench.cases import Case
+from cuep.bench.gemm import Gemm
+from cuep.bench.records import Record
+from cuep.bench.timing import measure
+from cuep.bench.workload import Options, group_config, make_inputs
 from cuep.errors import ArgumentError
 from cuep.group import Group
 from cuep.world import World
 
-Record = dict[str, Any]
-
 
 def run(world: World, options: Options) -> tuple[list[Record], list[str]]:
-    """Time every operation with every variant. Collective.
+    """Time every operation with every variant, then those of a peer. Collective.
 
     Returns the records and what `options.check` found wrong, one line each.
+
+    Raises:
+        ArgumentError: an unknown variant, or settings that the peer does not have. BackendUnavailable: a package that
+        is needed is missing.
     """
     chosen = [(name, variant_settings(options.mode, name)) for name in options.variants]
-    inputs = make_inputs(options, world.rank)
-    expected = verify.expect(world, options) if options.check else None
-    commit = _commit()
-    records, wrong = [], []
+    peer = None if options.peer is None else peers.find(options.peer, world, options)
+    bench = _Bench(world, options)
     for name, settings in chosen:
-        for operation, timing, problems in _run_variant(world, options, settings, inputs, expected):
-            wrong += [f"{name}: {text}" for text in problems]
-            checked = options.check and not problems
-            records.append(_record(world, options, name, operation, timing, checked, inputs) | {"commit": commit})
-    return records, wrong
+        bench.time_variant(name, settings)
+    if peer is not None:
+        with peer(world, options, bench.inputs, bench.stream) as batch:
+            for case in cases.plain(batch, in_turn=True):
+                bench.time(case, options, batch.version, peer=options.peer)
+    return bench.records, bench.wrong
 
 
 def variant_settings(mode: str, text: str) -> dict[str, str]:
@@ -66,138 +65,57 @@ def known_variants(mode: str) -> dict[str, list[str]]:
     return {operation: jit.variants(f"{mode}_{operation}") for operation in operations}
 
 
-def _run_variant(
-    world: World, options: Options, settings: dict[str, str], inputs: Inputs, expected: verify.Expected | None
-) -> Iterator[tuple[str, Timing, list[str]]]:
-    backend = world.backend
-    stream = world.stream()
-    x, topk_idx, topk_weights = (backend.asarray(a) for a in (inputs.x, inputs.topk_idx, inputs.topk_weights))
-    with Group(world, group_config(options, settings)) as group:
-        backend.synchronize()  # the arrays above were filled on another stream
-        handle = group.create_handle(topk_idx, topk_weights, stream=stream)
-        received = handle.dispatch(x, stream=stream)
-        backend.stream(stream).synchronize()
-        answers = _answers(world, options, received)
-        backend.synchronize()
+class _Bench:
+    """What all operations of one run share, and what came of them."""
 
-        def update() -> None:
-            handle.update(topk_idx, topk_weights, stream=stream)
+    def __init__(self, world: World, options: Options) -> None:
+        self.records: list[Record] = []
+        self.wrong: list[str] = []
+        self.inputs = make_inputs(options, world.rank)
+        self.stream = world.stream()
+        self._world = world
+        self._options = options
+        self._expected = verify.expect(world, options) if options.check else None
+        self._commit = records.commit()
 
-        def dispatch() -> None:
-            handle.dispatch(x, stream=stream)
+    def time(self, case: Case, options: Options, variant: str, *, peer: str | None = None) -> None:
+        """options: those of the groups that the case is about."""
+        world = self._world
+        timing = measure(world, self.stream, case.operation, options.iterations, options.graph)
+        problems = [] if self._expected is None else case.problems(world, self._expected)
+        self.wrong += [f"{peer or variant}: {case.operation.name}: {text}" for text in problems]
+        checked = self._expected is not None and bool(case.batches) and not problems
+        made = records.record(world, options, self.inputs, case, timing, checked=checked, variant=variant, peer=peer)
+        self.records.append(made | {"commit": None if peer else self._commit})
 
-        def combine() -> None:
-            handle.combine(answers, stream=stream)
+    def time_variant(self, name: str, settings: dict[str, str]) -> None:
+        options, world = self._options, self._world
+        with Group(world, group_config(options, settings)) as group:
+            first = Batch(world, group, options, self.inputs, self.stream)
+            found = cases.plain(first)
+            if options.staged:
+                found += cases.staged(first)
+            if options.overlap:
+                second = Batch(world, group, options, self.inputs, self.stream)
+                products = (Gemm(world, options, stream) for stream in (self.stream, world.stream()))
+                found += cases.overlap(world.backend, first, second, *products)
+            for case in found:
+                self.time(case, options, name)
+            group.check()
+        if options.groups == 2:
+            self._time_two_groups(name, settings)
 
-        for operation in (
-            Operation("dispatch", (dispatch,)),
-            Operation("combine", (combine,), untimed=(dispatch,)),
-            Operation("route+dispatch", (update, dispatch)),
-            Operation("pair", (dispatch, combine)),
-        ):
-            timing = measure(world, stream, operation, options.iterations, options.graph)
-            problems: list[str] = []
-            if expected is not None:
-                # Once more, after all those replays and on what they left behind.
-                received = handle.dispatch(x, stream=stream)
-                combined = handle.combine(answers, stream=stream)
-                backend.stream(stream).synchronize()
-                problems = verify.problems(world, expected, received, combined)
-            yield operation.name, timing, problems
-        group.check()
-
-
-def _answers(world: World, options: Options, received: Any) -> Array:
-    """The experts' answers to what was received: rows times scale(), NaN wherever no row is."""
-    backend, xp = world.backend, world.backend.xp
-    config = group_config(options, {})
-    tokens = received.tokens.reshape(-1, config.hidden)
-    scales: Any = received.scales
-    dtype = layout.dtype_of(config.combine_dtype)
-    answers = backend.empty(tokens.shape, dtype)
-    values = None  # of each code
-    if scales is not None:
-        scales = scales.reshape(len(tokens), -1)
-        codes = np.arange(256, dtype=np.uint8).view(layout.dtype_of(config.recv_dtype))
-        values = backend.asarray(codes.astype(np.float32))
-
-    def fill(first: int, end: int, num_rows: Array, owner: int) -> None:
-        rows = tokens[first:end]
-        if values is not None:
-            blocks = values[rows.view(xp.uint8)].reshape(len(rows), -1, QUANT_BLOCK)
-            rows = (blocks * scales[first:end, :, None]).reshape(rows.shape)
-        is_row = xp.arange(len(rows)) < num_rows
-        scaled = rows.astype(xp.float32) * xp.float32(scale(owner))
-        answers[first:end] = xp.where(is_row[:, None], scaled, xp.float32("nan")).astype(dtype)
-
-    if config.layout == "flat":
-        fill(0, len(tokens), received.total[0], world.rank)
-    elif config.layout == "rank_major":
-        for src in range(world.size):
-            most = config.max_tokens_per_rank
-            fill(src * most, (src + 1) * most, received.src_rank_counts[src], world.rank)
-    else:
-        num_local = config.num_experts // world.size
-        offsets = [int(offset) for offset in backend.to_numpy(received.expert_offsets)]
-        for local, (first, end) in enumerate(itertools.pairwise(offsets)):
-            fill(first, end, received.expert_counts[local], world.rank * num_local + local)
-    return answers.reshape(received.tokens.shape)
-
-
-def _record(
-    world: World, options: Options, variant: str, operation: str, timing: Timing, checked: bool, inputs: Inputs
-) -> Record:
-    config = group_config(options, {})
-    moved = _traffic(world, options, inputs, operation)
-    return {
-        "op": operation,
-        "variant": variant,
-        "mode": options.mode,
-        "layout": config.layout,
-        "reduce": config.reduce,
-        "alignment": config.alignment,
-        "backend": world.backend.name,
-        "gpu": world.backend.description if world.backend.name == "cuda" else None,
-        "ranks": world.size,
-        "tokens": options.tokens,
-        "hidden": options.hidden,
-        "experts": options.experts,
-        "topk": options.topk,
-        "dtype": options.dtype,
-        "quant": options.quant,
-        "num_sms": options.num_sms,
-        "graph": options.graph,
-        "us_median": timing.us_median,
-        "us_p10": timing.us_p10,
-        "us_p90": timing.us_p90,
-        "host_us": timing.host_us,
-        "host_cold_us": timing.host_cold_us,
-        "bytes_remote": moved.remote,
-        "bytes_total": moved.total,
-        "gb_per_s": round(moved.remote / timing.us_median / 1e3, 2) if timing.us_median else None,
-        "checked": checked,
-    }
-
-
-def _traffic(world: World, options: Options, inputs: Inputs, operation: str) -> traffic.Traffic:
-    """Bytes of the rank that moves the most, as the time is that of the slowest. Collective."""
-    config = group_config(options, {})
-    shape = (inputs.topk_idx, world.rank, world.size, options.experts)
-    out = traffic.dispatch(*shape, config.sent_row_bytes)
-    home = traffic.combine(*shape, config.combine_row_bytes, is_exact=config.reduce == "exact")
-    mine = {"combine": home, "pair": out + home}.get(operation, out)
-    everyone = world.comm.allgather((mine.remote, mine.total))
-    return traffic.Traffic(*(int(v) for v in np.max(everyone, axis=0)))
-
-
-def _commit() -> str | None:
-    """Commit of the source tree that is being measured, "-dirty" where it was changed; None outside a git checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        shown = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    except OSError:  # no git
-        return None
-    return shown.stdout.strip() if shown.returncode == 0 else None
+    def _time_two_groups(self, name: str, settings: dict[str, str]) -> None:
+        world = self._world
+        half = max(1, world.backend.num_processors // 2)  # both must fit the device together
+        options = replace(self._options, num_sms=self._options.num_sms or half)
+        with ExitStack() as stack:
+            groups = [stack.enter_context(Group(world, group_config(options, settings))) for _ in range(2)]
+            streams = (self.stream, world.stream())
+            batches = (
+                Batch(world, group, options, self.inputs, stream) for group, stream in zip(groups, streams, strict=True)
+            )
+            for case in cases.two_groups(world.backend, *batches):
+                self.time(case, options, name)
+            for group in groups:
+                group.check()

@@ -21,15 +21,23 @@ _HOST_REPEATS = 10  # few enough to fit the device's queue of launches
 
 @dataclass(frozen=True)
 class Operation:
-    """What is timed: `timed` steps, each time after `untimed` ones (a combine, for example, needs a dispatch first)."""
+    """What is timed: `timed` steps, each time between untimed ones: a combine needs a dispatch before it, what is only
+    sent must be received after it."""
 
     name: str
     timed: tuple[Step, ...]
-    untimed: tuple[Step, ...] = ()
+    before: tuple[Step, ...] = ()
+    after: tuple[Step, ...] = ()
 
     def run(self) -> None:
-        for step in (*self.untimed, *self.timed):
-            step()
+        take(self.before)
+        take(self.timed)
+        take(self.after)
+
+
+def take(steps: tuple[Step, ...]) -> None:
+    for step in steps:
+        step()
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Timing:
 
 
 def measure(world: World, stream: Any, operation: Operation, iterations: int, graph: bool) -> Timing:
-    """Time an operation whose steps enqueue on `stream`. Collective."""
+    """Time an operation whose steps enqueue on `stream`, or fork from it and join it again. Collective."""
     synchronize = world.backend.stream(stream).synchronize
     host = _iterate(world, iterations, lambda: _host_times(operation, synchronize))
     if world.backend.name == "cpu":
@@ -71,14 +79,13 @@ def _host_times(operation: Operation, synchronize: Step) -> tuple[float, float]:
     seconds: list[float] = []
     synchronize()
     for _ in range(_HOST_REPEATS):
-        for step in operation.untimed:
-            step()
+        take(operation.before)
         if not seconds:
             synchronize()
         start = time.perf_counter()
-        for step in operation.timed:
-            step()
+        take(operation.timed)
         seconds.append(time.perf_counter() - start)
+        take(operation.after)
     synchronize()
     return float(np.median(seconds[1:])) * 1e6, seconds[0] * 1e6
 
@@ -88,14 +95,13 @@ def _cpu_time(operation: Operation, synchronize: Step) -> float:
     synchronize()
     seconds = 0.0
     for _ in range(_CPU_REPEATS):
-        for step in operation.untimed:
-            step()
+        take(operation.before)
         synchronize()
         start = time.perf_counter()
-        for step in operation.timed:
-            step()
+        take(operation.timed)
         synchronize()
         seconds += time.perf_counter() - start
+        take(operation.after)
     return seconds / _CPU_REPEATS * 1e6
 
 
@@ -111,12 +117,11 @@ class _EagerTimer:
     def __call__(self) -> float:
         self._operation.run()  # brings the ranks into step
         for before, after in self._events:
-            for step in self._operation.untimed:
-                step()
+            take(self._operation.before)
             before.record(self._stream)
-            for step in self._operation.timed:
-                step()
+            take(self._operation.timed)
             after.record(self._stream)
+            take(self._operation.after)
         self._stream.synchronize()
         return _mean_us(self._cuda, self._events)
 
@@ -152,16 +157,15 @@ class _GraphTimer:
         return _mean_us(self._cuda, self._inner) if self._inner else _mean_us(self._cuda, [self._outer]) / _GPU_REPEATS
 
     def _capture(self, operation: Operation) -> None:
-        if not operation.untimed:
+        if not (operation.before or operation.after):
             operation.run()
             return
         before, after = self._cuda.Event(), self._cuda.Event()
-        for step in operation.untimed:
-            step()
+        take(operation.before)
         self._record_in_graph(before)
-        for step in operation.timed:
-            step()
+        take(operation.timed)
         self._record_in_graph(after)
+        take(operation.after)
         self._inner.append((before, after))
 
     def _record_in_graph(self, event: Any) -> None:

@@ -1,4 +1,4 @@
-"""Compares what dispatch and combine returned with the oracle, bit by bit."""
+"""Compares what dispatch and combine returned with the oracle: cuep's bit by bit, a peer's within a tolerance."""
 
 from __future__ import annotations
 
@@ -47,7 +47,32 @@ def problems(world: World, expected: Expected, received: Any, combined: Any) -> 
     difference = reference.first_difference(world.backend.to_numpy(combined), expected.combined)
     if difference is not None:
         mine.append(f"combine: y {difference}")
+    return of_all_ranks(world, mine)
+
+
+def of_all_ranks(world: World, mine: list[str]) -> list[str]:
+    """What the ranks found, each with its rank. Collective."""
     return [f"rank {rank}: {text}" for rank, texts in enumerate(world.comm.allgather(mine)) for text in texts]
+
+
+def far_off(y: reference.Array, expected: reference.Array, *, is_quantised: bool) -> list[str]:
+    """What of a peer's y is not what was expected, up to its roundings; empty or one line.
+
+    A term is off by at most its rounding and that of partial sums, 2**-8 each in bfloat16, or, where the peer rounds
+    e4m3 values and their scales otherwise than the oracle, by one code, 2**-3. A row's largest value stands for the
+    size of its terms, which may cancel in y.
+    """
+    tolerance = 2.0**-3 if is_quantised else 2.0**-6
+    ours, theirs = expected.astype(np.float32), y.astype(np.float32)
+    bound = tolerance * np.abs(ours).max(1, keepdims=True, initial=0)
+    is_far = ~(np.abs(theirs - ours) <= bound)  # also NaN
+    if not is_far.any():
+        return []
+    token, column = np.argwhere(is_far)[0]
+    return [
+        f"combine: y differs in {is_far.sum()} of {is_far.size} values, first at [{token}, {column}]:"
+        f" {theirs[token, column]}, expected {ours[token, column]} +- {bound[token, 0]:.3g}"
+    ]
 
 
 def _expected_combine(inputs: reference.Inputs, x: reference.Array, cfg: GroupConfig, rank: int) -> reference.Array:

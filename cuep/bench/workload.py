@@ -10,14 +10,30 @@ import numpy as np
 
 from cuep import reference
 from cuep.config import GroupConfig
+from cuep.errors import ArgumentError
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+ROUTINGS = ("uniform", "skewed")
 _SEED = 1000
+_HOT_SHARE = 3  # skewed: one token in so many goes to expert 0
 
 
 @dataclass(frozen=True)
 class Options:
-    """One call of `cuep bench`. None means: what the mode's figures are usually quoted for, or cuep's own choice."""
+    """One call of `cuep bench`. None means: what the mode's figures are usually quoted for, or cuep's own choice.
+
+    Attributes, beside those of GroupConfig:
+        routing: one of ROUTINGS, see routing().
+        staged: (ll) also time the send phases alone, and the pair made of staged calls.
+        groups: 2: also time two groups that each run the pair at the same time, in two streams.
+        overlap: (ll) also time two micro-batches whose communication hides behind matrix products.
+        gemm_columns: width of these products, see gemm.Gemm.
+        peer: another library to time on the same inputs, one of peers.NAMES.
+        graph: replay CUDA graphs; False: enqueue every call.
+
+    Raises:
+        ArgumentError: settings that do not go together.
+    """
 
     mode: str
     tokens: int
@@ -28,12 +44,28 @@ class Options:
     layout: str | None = None
     reduce: str | None = None
     quant: str | None = None
+    scale_format: str = "fp32"
     alignment: int = 1
     num_sms: int | None = None
+    routing: str = "uniform"
+    staged: bool = False
+    groups: int = 1
+    overlap: bool = False
+    gemm_columns: int = 2048
+    peer: str | None = None
     graph: bool = False
     check: bool = False
     iterations: int = 20
     variants: tuple[str, ...] = ("default",)
+
+    def __post_init__(self) -> None:
+        for name in ("staged", "overlap"):
+            if getattr(self, name) and self.mode != "ll":
+                raise ArgumentError(f"{name}=True is not allowed with mode={self.mode!r}; allowed: False")
+        if self.routing not in ROUTINGS:
+            raise ArgumentError(f"routing={self.routing!r} is not allowed; allowed: {ROUTINGS}")
+        if self.groups not in (1, 2):
+            raise ArgumentError(f"groups={self.groups!r} is not allowed; allowed: 1 or 2")
 
 
 @dataclass(frozen=True)
@@ -56,6 +88,7 @@ def group_config(options: Options, variants: dict[str, str]) -> GroupConfig:
         dtype=options.dtype,
         reduce=options.reduce,
         quant=options.quant,
+        scale_format=options.scale_format,
         alignment=options.alignment,
         num_sms=options.num_sms,
         variants=variants,
@@ -67,8 +100,16 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def routing(options: Options, rank: int) -> reference.Array:
-    """Top-k of random scores: each token's experts are distinct and all experts are equally likely, [T, K] int32."""
-    scores = np.random.default_rng(_SEED + rank).random((options.tokens, options.experts))
+    """Top-k of random scores, [T, K] int32: each token's experts are distinct.
+
+    uniform: all experts are equally likely. skewed: expert 0 is among the experts of exactly one third of all ranks'
+    tokens (rounded up), spread at random within each rank; the other places go to the other experts, equally likely.
+    """
+    rng = np.random.default_rng(_SEED + rank)
+    scores = rng.random((options.tokens, options.experts))
+    if options.routing == "skewed":
+        number = rank * options.tokens + rng.permutation(options.tokens)
+        scores[:, 0] = np.where(number % _HOT_SHARE == 0, 2, -1)
     return np.argsort(-scores, 1)[:, : options.topk].astype(np.int32)
 
 

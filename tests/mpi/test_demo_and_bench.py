@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+import time
+from dataclasses import replace
 
+import numpy as np
+import pytest
+from harness import to_host
+
+import cuep
 from cuep import demo
-from cuep.bench import runner
-from cuep.bench.workload import Options
+from cuep.bench import cases, experts, runner, verify
+from cuep.bench.batch import Batch
+from cuep.bench.gemm import Gemm
+from cuep.bench.timing import Operation, measure
+from cuep.bench.workload import Options, group_config, make_inputs
+
+PLAIN = ["dispatch", "combine", "route+dispatch", "pair"]
+STAGED = ["dispatch send", "combine send", "staged pair"]
+OVERLAP = ["gemms", "communication", "gemms + communication", "pipeline", "pipeline, 2 streams"]
 
 
 @pytest.mark.ranks(1, 2, 4, 8)
@@ -27,7 +40,7 @@ def test_bench_results_equal_the_oracle(world, mode, dtype):
     )  # fmt: skip
     records, wrong = runner.run(world, settings)
     assert wrong == []
-    assert [record["op"] for record in records] == ["dispatch", "combine", "route+dispatch", "pair"]
+    assert [record["op"] for record in records] == PLAIN
     assert all(record["checked"] and record["ranks"] == world.size for record in records)
 
 
@@ -35,17 +48,91 @@ def test_bench_results_equal_the_oracle(world, mode, dtype):
 def test_check_finds_a_wrong_answer(world, mode, monkeypatch):
     """Rank 0's experts multiply by something else than the check expects."""
     if world.rank == 0:
-        monkeypatch.setattr(runner, "scale", lambda owner: 4.0)
+        monkeypatch.setattr(experts, "scale", lambda owner: 4.0)
     settings = Options(mode, tokens=16, hidden=64, experts=8, topk=4, check=True, iterations=1)
     _, wrong = runner.run(world, settings)
     assert any("combine: y differs" in line for line in wrong)
 
 
-@pytest.mark.parametrize("form", [{"layout": "rank_major"}, {"reduce": "per_rank"}])
+@pytest.mark.parametrize("form", [{"layout": "rank_major"}, {"reduce": "per_rank"}, {"scale_format": "ue8m0"}])
 def test_bench_checks_quantised_rows(world, form):
     settings = Options(
         "ll", tokens=17, hidden=384, experts=8, topk=3, quant="fp8_block128", check=True, iterations=1, **form
     )
     records, wrong = runner.run(world, settings)
     assert wrong == []
-    assert all(record["quant"] == "fp8_block128" for record in records)
+    kinds = {(record["quant"], record["scale_format"]) for record in records}
+    assert kinds == {("fp8_block128", form.get("scale_format", "fp32"))}
+
+
+@pytest.mark.parametrize("form", [{}, {"layout": "rank_major"}, {"quant": "fp8_block128", "hidden": 128}])
+def test_staged_calls_two_groups_and_pipelines_equal_the_oracle(world, form):
+    settings = Options(
+        "ll", tokens=5, hidden=72, experts=8, topk=3, check=True, iterations=1, graph=world.backend.name == "cuda",
+        routing="skewed", staged=True, groups=2, overlap=True, gemm_columns=24,
+    )  # fmt: skip
+    settings = replace(settings, **form)
+    records, wrong = runner.run(world, settings)
+    assert wrong == []
+    assert [record["op"] for record in records] == [*PLAIN, *STAGED, *OVERLAP, "pair, 2 groups"]
+    of = {record["op"]: record for record in records}
+    assert [name for name, record in of.items() if not record["checked"]] == ["gemms"]  # moves no rows
+    assert {name for name, record in of.items() if record["gemm"] is not None} == {*OVERLAP} - {"communication"}
+    assert of["gemms"]["gemm"] == (15, settings.hidden, 24) and of["gemms"]["bytes_total"] == 0
+    assert of["pair"]["bytes_total"] == of["dispatch"]["bytes_total"] + of["combine"]["bytes_total"]
+    for name in ("communication", "pipeline", "pair, 2 groups"):
+        assert of[name]["bytes_total"] == 2 * of["pair"]["bytes_total"]
+    assert of["pair, 2 groups"]["num_sms"] == world.backend.num_processors // 2 and of["pair"]["num_sms"] is None
+    assert all(record["routing"] == "skewed" and record["peer"] is None for record in records)
+
+
+def test_two_groups_of_high_throughput(world):
+    if world.backend.name == "cuda":
+        pytest.skip("GPUs need not run two cooperative kernels beside one another")
+    settings = Options("ht", tokens=5, hidden=72, experts=8, topk=3, check=True, iterations=1, groups=2, num_sms=1)
+    records, wrong = runner.run(world, settings)
+    assert wrong == []
+    assert [record["op"] for record in records] == [*PLAIN, "pair, 2 groups"] and records[-1]["checked"]
+
+
+def test_check_finds_an_operation_that_did_nothing(world):
+    """The results of an earlier one must not pass for its own."""
+    settings = Options("ll", tokens=4, hidden=64, experts=8, topk=2)
+    with cuep.Group(world, group_config(settings, {})) as group:
+        batch = Batch(world, group, settings, make_inputs(settings, world.rank), world.stream())
+        expected = verify.expect(world, settings)
+        assert cases.plain(batch)[-1].problems(world, expected) == []
+        case = cases.Case(Operation("nothing", ()), cases.PAIR, (), (batch,))
+        found = case.problems(world, expected)
+    assert any("dispatch: tokens" in text for text in found) and any("combine: y" in text for text in found)
+
+
+def test_untimed_steps_do_not_count(world):
+    """Steps before and after each time the operation runs, in order, and outside its time."""
+    taken = []
+
+    def step(letter):
+        def work():
+            taken.append(letter)
+            if letter != "t":
+                time.sleep(0.01)
+
+        return work
+
+    operation = Operation("o", (step("t"),), before=(step("b"),), after=(step("a"),))
+    stream = world.stream()
+    for graph in {False, world.backend.name == "cuda"}:
+        timing = measure(world, stream, operation, 1, graph)
+        assert "".join(taken) == "bta" * (len(taken) // 3) and len(taken) > 3
+        assert timing.host_us < 5000 and timing.us_median < 5000
+
+
+def test_the_product_is_one(world):
+    settings = Options("ll", tokens=3, hidden=40, experts=8, topk=2, gemm_columns=24)
+    stream = world.stream()
+    gemm = Gemm(world, settings, stream)
+    gemm()
+    a, b, c = (to_host(world, array, stream).astype(np.float64) for array in (gemm.a, gemm.b, gemm.c))
+    assert c.shape == (6, 24) and gemm.shape == (6, 40, 24)
+    bound = 2.0 ** (-8 if world.backend.name == "cuda" else -20)
+    assert (np.abs(c - a @ b) <= bound * (np.abs(a) @ np.abs(b))).all()
