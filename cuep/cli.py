@@ -102,15 +102,16 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--overlap",
         action="store_true",
-        help="ll: also time two micro-batches with a matrix product each: the products, the communication, one after"
+        help="ll: also time two micro-batches with matrix products each: the products, the communication, one after"
         " the other, and a staged and a two-stream pipeline that hide communication behind the products",
     )
     bench.add_argument(
         "--gemm-columns",
         type=_count,
-        default=2048,
+        default=256,
         metavar="N",
-        help="of these products, [tokens * topk, hidden] x [hidden, N]; bfloat16, float32 on a CPU (%(default)s)",
+        help="of these products, [rows, hidden] x [hidden, N] for each expert, with the rows that it gets on average;"
+        " bfloat16, float32 on a CPU (%(default)s)",
     )
     bench.add_argument(
         "--peer",

@@ -59,10 +59,14 @@ class World:
         self._groups: list[Group] = []
         _open_worlds.add(self)
 
-    def stream(self) -> Any:
-        """A new stream: cupy.cuda.Stream, or the CPU backend's, which runs its kernels in order in a thread."""
+    def stream(self, *, is_urgent: bool = False) -> Any:
+        """A new stream: cupy.cuda.Stream, or the CPU backend's, which runs its kernels in order in a thread.
+
+        is_urgent: blocks of its kernels come before those of other streams where both wait for room on the GPU: for
+        communication beside computation.
+        """
         self.check_open()
-        return self.backend.new_stream()
+        return self.backend.new_stream(is_urgent=is_urgent)
 
     def check_open(self) -> None:
         if self.is_closed:

@@ -131,7 +131,8 @@ class CpuBackend:
             f"stream has type {type(stream).__name__}; the cpu backend takes None or what world.stream() returns"
         )
 
-    def new_stream(self) -> CpuStream:
+    def new_stream(self, *, is_urgent: bool = False) -> CpuStream:
+        """Streams are threads here, all alike."""
         stream = CpuStream()
         self._streams.add(stream)
         return stream

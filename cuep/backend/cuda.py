@@ -21,6 +21,7 @@ from cuep.backend.user_memory import UserBlock
 from cuep.errors import BackendUnavailable, ClosedError, CuepError, DeviceError, OrderError
 
 _NVSHMEM_STATE = "nvshmemi_device_state_d"  # in every module that calls NVSHMEM's device functions
+_MOST_URGENT = -5  # priority of a stream: lower is more urgent, and CUDA takes the nearest that it has
 _GET_CUPY = "pip install 'cuep[cuda13]' (drivers before 580: 'cuep[cuda12]')"
 
 _pinned: list[npt.NDArray[np.uint8]] = []
@@ -177,10 +178,10 @@ class CudaBackend:
             last = self._last_stream = CudaStream(self._context, number, owner)
         return last
 
-    def new_stream(self) -> Any:
+    def new_stream(self, *, is_urgent: bool = False) -> Any:
         """A cupy.cuda.Stream that does not wait for the default stream."""
         with self._context.current():
-            return self.xp.cuda.Stream(non_blocking=True)
+            return self.xp.cuda.Stream(non_blocking=True, priority=_MOST_URGENT if is_urgent else None)
 
     @contextmanager
     def current_stream(self, stream: CudaStream | None) -> Iterator[None]:

@@ -17,6 +17,7 @@ class Routed(Protocol):
 
     def update(self) -> None: ...
     def dispatch(self) -> None: ...
+    def answer_again(self) -> None: ...  # the experts' answers to the last dispatch, where rows may lie otherwise now
     def combine(self) -> None: ...
 
     def forget(self) -> None: ...  # clears the results of earlier calls, in stream order
@@ -48,6 +49,9 @@ class Batch:
 
     def dispatch(self) -> None:
         self._received = self._handle.dispatch(self._x, stream=self.stream)
+
+    def answer_again(self) -> None:
+        """Rows always lie in the same order."""
 
     def combine(self) -> None:
         self._combined = self._handle.combine(self._answers, stream=self.stream)

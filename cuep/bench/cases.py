@@ -21,14 +21,14 @@ class Case:
     Attributes:
         moves: "dispatch" and "combine", each as often as the operation does it.
         again: steps that do it once, from a dispatch to its combine, for the check.
-        gemm: shape (rows, hidden, columns) of the matrix products in it, if there are any.
+        gemm: shape (experts, rows, hidden, columns) of the matrix products in it, if there are any.
     """
 
     operation: Operation
     moves: tuple[str, ...]
     again: tuple[Step, ...]
     batches: tuple[Routed, ...]
-    gemm: tuple[int, int, int] | None = None
+    gemm: tuple[int, int, int, int] | None = None
 
     def problems(self, world: World, expected: Expected) -> list[str]:
         """Do it once more, on what all those repetitions left behind, and compare. Collective."""
@@ -45,12 +45,12 @@ class Case:
 def plain(batch: Routed, *, in_turn: bool = False) -> list[Case]:
     """in_turn: a combine follows every dispatch, for libraries that want it so; where it is not timed it is not part of
     the figure."""
-    again, after = (batch.dispatch, batch.combine), (batch.combine,) if in_turn else ()
+    again, after = (batch.dispatch, batch.answer_again, batch.combine), (batch.combine,) if in_turn else ()
     return [
         Case(Operation("dispatch", (batch.dispatch,), after=after), ("dispatch",), again, (batch,)),
         Case(Operation("combine", (batch.combine,), before=(batch.dispatch,)), ("combine",), again, (batch,)),
         Case(Operation("route+dispatch", (batch.update, batch.dispatch), after=after), ("dispatch",), again, (batch,)),
-        Case(Operation("pair", again), PAIR, again, (batch,)),
+        Case(Operation("pair", (batch.dispatch, batch.combine)), PAIR, again, (batch,)),
     ]
 
 

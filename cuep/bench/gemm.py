@@ -1,4 +1,4 @@
-"""The matrix product that stands for the experts' work where `cuep bench --overlap` hides communication."""
+"""The matrix products that stand for the experts' work where `cuep bench --overlap` hides communication."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _OP_N, _R_16BF, _COMPUTE_32F, _DEFAULT_ALGO = 0, 14, 68, -1  # of cublas_api.h a
 
 
 class Gemm:
-    """[tokens * topk, hidden] x [hidden, gemm_columns], as many rows as a rank's experts get on average. A call
-    enqueues one product on `stream`: bfloat16 by cuBLAS on a GPU, float32 by NumPy on a CPU.
+    """[rows, hidden] x [hidden, gemm_columns] for each of this rank's experts, with as many rows as an expert gets on
+    average: as in decoding, reading the weights is most of it. A call enqueues them all on `stream`: bfloat16 by cuBLAS
+    on a GPU, float32 by NumPy on a CPU.
 
-    Attributes: stream; shape, (rows, hidden, columns); a, b and c, the arrays: c = a @ b.
+    Attributes: stream; shape, (experts, rows, hidden, columns); a, b and c, the arrays: c = a @ b.
 
     Raises:
         BackendUnavailable: there is no cuBLAS.
@@ -31,23 +32,24 @@ class Gemm:
 
     def __init__(self, world: World, options: Options, stream: Any) -> None:
         backend = world.backend
-        rows, hidden, columns = options.tokens * options.topk, options.hidden, options.gemm_columns
+        batch, hidden, columns = options.experts // world.size, options.hidden, options.gemm_columns
+        rows = -(-world.size * options.tokens * options.topk // options.experts)
         self.stream = stream
-        self.shape = (rows, hidden, columns)
+        self.shape = (batch, rows, hidden, columns)
         dtype = layout.dtype_of("bfloat16" if backend.name == "cuda" else "float32")
         rng = np.random.default_rng(0)
         self.a, self.b = (
             backend.asarray(rng.standard_normal(shape, np.float32).astype(dtype))
-            for shape in ((rows, hidden), (hidden, columns))
+            for shape in ((batch, rows, hidden), (batch, hidden, columns))
         )
-        self.c = c = backend.zeros((rows, columns), dtype)
+        self.c = c = backend.zeros((batch, rows, columns), dtype)
         backend.synchronize()  # the arrays were filled on another stream
         self._multiply: Callable[[], Any]
         if backend.name == "cuda":
             self._multiply = _Cublas(backend, stream).product(self.a, self.b, c)
         else:
             queue = backend.stream(stream)
-            self._multiply = lambda: queue.submit(lambda: np.dot(self.a, self.b, out=c))
+            self._multiply = lambda: queue.submit(lambda: np.matmul(self.a, self.b, out=c))
 
     def __call__(self) -> None:
         self._multiply()
@@ -71,20 +73,21 @@ class _Cublas:
 
     def product(self, a: Any, b: Any, c: Any) -> Callable[[], None]:
         """Enqueues c = a @ b. The arrays are C-contiguous, cuBLAS counts by columns: it computes c' = b' a'."""
-        rows, inner = a.shape
-        columns = b.shape[1]
+        batch, rows, inner = a.shape
+        columns = b.shape[2]
+        of_b, of_a, of_c = (ctypes.c_longlong(size) for size in (inner * columns, rows * inner, rows * columns))
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
         m, n, k, op, kind = (ctypes.c_int(v) for v in (columns, rows, inner, _OP_N, _R_16BF))
         first, second, result = (ctypes.c_void_p(address(array)) for array in (b, a, c))
         arguments = (
             *(self._handle, op, op, m, n, k),
-            *(ctypes.byref(one), first, kind, m),
-            *(second, kind, k),
-            *(ctypes.byref(zero), result, kind, m),
-            *(ctypes.c_int(_COMPUTE_32F), ctypes.c_int(_DEFAULT_ALGO)),
+            *(ctypes.byref(one), first, kind, m, of_b),
+            *(second, kind, k, of_a),
+            *(ctypes.byref(zero), result, kind, m, of_c),
+            *(ctypes.c_int(batch), ctypes.c_int(_COMPUTE_32F), ctypes.c_int(_DEFAULT_ALGO)),
         )
-        gemm = self._library.cublasGemmEx
-        return lambda: self._check(gemm(*arguments), "cublasGemmEx")
+        gemm = self._library.cublasGemmStridedBatchedEx
+        return lambda: self._check(gemm(*arguments), "cublasGemmStridedBatchedEx")
 
     def _check(self, status: int, call: str) -> None:
         if status != 0:

@@ -72,7 +72,7 @@ class _Bench:
         self.records: list[Record] = []
         self.wrong: list[str] = []
         self.inputs = make_inputs(options, world.rank)
-        self.stream = world.stream()
+        self.stream = world.stream(is_urgent=options.overlap)
         self._world = world
         self._options = options
         self._expected = verify.expect(world, options) if options.check else None

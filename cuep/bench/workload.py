@@ -51,7 +51,7 @@ class Options:
     staged: bool = False
     groups: int = 1
     overlap: bool = False
-    gemm_columns: int = 2048
+    gemm_columns: int = 256
     peer: str | None = None
     graph: bool = False
     check: bool = False

@@ -145,9 +145,10 @@ class NcclEpBatch:
         )
         self.dispatch()
         backend.stream(stream).synchronize()
-        answers = experts.answers(world, options, self._view)
-        self._y = backend.zeros((options.tokens, self._config.hidden), answers.dtype)
-        self._combine_inputs = ep.CombineInputs(tokens=self._tensor(answers))
+        self._options = options
+        self._answers = experts.answers(world, options, self._view)
+        self._y = backend.zeros((options.tokens, self._config.hidden), self._answers.dtype)
+        self._combine_inputs = ep.CombineInputs(tokens=self._tensor(self._answers))
         # expert-major: it multiplies by the weights at home, though they are called an output
         home_weights = weights if self._is_expert_major else None
         self._combine_outputs = ep.CombineOutputs(tokens=self._tensor(self._y), topk_weights=home_weights)
@@ -164,6 +165,13 @@ class NcclEpBatch:
             config=self._dispatch_config,
             stream=self.stream.ptr,
         )
+
+    def answer_again(self) -> None:
+        """It takes rows as they come: each dispatch may put them in another order."""
+        backend = self._world.backend
+        backend.stream(self.stream).synchronize()
+        self._answers[...] = experts.answers(self._world, self._options, self._view)
+        backend.synchronize()
 
     def combine(self) -> None:
         self.handle.combine(self._combine_inputs, self._combine_outputs, stream=self.stream.ptr)

@@ -53,6 +53,10 @@ CUEP_DEVICE Place place_of(const Params& p, int64_t dst_row) {
 // A word of a row's scales as they travel.
 CUEP_DEVICE void store_scales(const Place& place, int word, uint32_t bits) {
     constexpr int kPerWord = 4 / kScaleBytes;
+    if constexpr (!kHasScaleColumns && kNumScales % kPerWord == 0) {
+        if (word < kNumScales / kPerWord) reinterpret_cast<uint32_t*>(place.scales)[word] = bits;
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < kPerWord; i++) {
         const int scale = word * kPerWord + i;
@@ -68,6 +72,9 @@ CUEP_DEVICE void store_received(const Place& place, int piece, uint4 v) {
     uint4* row = reinterpret_cast<uint4*>(place.token);
     constexpr int kWords = kIsPacket ? 3 : 4, kTokenWords = kTokenBytes / 4;
     if (!kHasScales || (piece + 1) * kWords <= kTokenWords) return store_piece(row, piece, v);
+    if constexpr (!kIsPacket && !kHasScaleColumns && kNumScales * kScaleBytes % 16 == 0) {
+        return store_16(reinterpret_cast<uint4*>(place.scales) + (piece - kTokenBytes / 16), v);
+    }
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < kWords; i++) {
