@@ -78,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--scale-format", default="fp32", choices=("fp32", "ue8m0"), help="of the scales of --quant (%(default)s)"
     )
+    bench.add_argument(
+        "--combine-quant", help="logfmt10 or fp8_block128: how combine's rows travel (ll; default: as is)"
+    )
     bench.add_argument("--alignment", type=_count, default=1, help="of zones, ht expert_major (%(default)s)")
     bench.add_argument("--num-sms", type=_count, help="blocks a kernel may use (default: cuep's choice)")
     bench.add_argument(
@@ -197,6 +200,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
         reduce=options.reduce,
         quant=options.quant,
         scale_format=options.scale_format,
+        combine_quant=options.combine_quant,
         alignment=options.alignment,
         num_sms=options.num_sms,
         routing=options.routing,

@@ -136,7 +136,8 @@ def _kernel_name(group: Group, spec: KernelSpec) -> str:
     variant = group.cfg.variants.get(spec.op, spec.variant)
     known = jit.variants(f"{mode}_{spec.op}", form)
     if variant not in known:
-        where = ", ".join(f"{name}={form[name]!r}" for name in ("mode", "layout", "reduce"))
+        names = ("mode", "layout", "reduce", *(("combine_quant",) if form["combine_quant"] else ()))
+        where = ", ".join(f"{name}={form[name]!r}" for name in names)
         raise ArgumentError(f"variants[{spec.op!r}]={variant!r} is not allowed; allowed with {where}: {known}")
     return f"{mode}_{spec.op}_{variant}"
 

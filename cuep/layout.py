@@ -67,7 +67,7 @@ def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     has_packets = uses_packets(cfg, "dispatch")
     if has_packets:  # {k: expert, place, weight}, {token}
         rows_out = Region(banks * peers * tokens * (packets_bytes(cfg.sent_row_bytes) + (topk + 1) * 16), is_words=True)
-    combine_rows = Region(banks * tokens * rows_home * cfg.combine_row_bytes)
+    combine_rows = Region(banks * tokens * rows_home * cfg.combine_sent_row_bytes)
     if uses_packets(cfg, "combine"):  # {gradient} of the k that the row is for
         slot_bytes = packets_bytes(cfg.combine_row_bytes) + (topk if cfg.reduce == "per_rank" else 1) * 16
         combine_rows = Region(banks * tokens * rows_home * slot_bytes, is_words=True)
@@ -92,7 +92,8 @@ def variant(cfg: GroupConfig, op: str) -> str:
     size (measured: kernels_cu/README.md)."""
     own = "partial" if op == "combine" and cfg.reduce == "per_rank" else "direct"
     of_few = {"direct": "packet", "partial": "packet_partial"}
-    return cfg.variants.get(op, of_few[own] if cfg.max_tokens_per_rank <= PACKET_TOKENS else own)
+    is_few = cfg.max_tokens_per_rank <= PACKET_TOKENS and not (op == "combine" and cfg.combine_quant)
+    return cfg.variants.get(op, of_few[own] if is_few else own)
 
 
 def uses_packets(cfg: GroupConfig, op: str) -> bool:

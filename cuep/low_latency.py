@@ -11,7 +11,7 @@ import numpy as np
 from cuep import layout
 from cuep.arrays import Rows, View, allowed_dtypes
 from cuep.backend import Array, Stream
-from cuep.config import DTYPE_BYTES, GroupConfig
+from cuep.config import COMBINE_CODECS, DTYPE_BYTES, GroupConfig
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.launching import (
     CombineCall,
@@ -72,6 +72,8 @@ class LowLatency:
         }
         rows_home: dict[str, Constant] = {
             "kRowBytes": cfg.combine_row_bytes,
+            "kCombineCodec": COMBINE_CODECS.index(cfg.combine_quant),
+            "kSentBytes": cfg.combine_sent_row_bytes,
             "elem_t": elem_type(str(cfg.combine_dtype)),
         }
         shape["kHasMask"] = cfg.mask

@@ -176,6 +176,100 @@ def dequantise(values: Array, scales: Array) -> FloatArray:
     return rows
 
 
+@dataclass(frozen=True)
+class LogFmt10:
+    """Rows as GroupConfig.combine_quant="logfmt10" sends them: see kernels_cu/include/cuep/combine_codec.cuh."""
+
+    codes: npt.NDArray[np.int32]  # [..., H] 0 = zero, 1 to 511 = levels
+    signs: npt.NDArray[np.bool_]  # [..., H]
+    base: npt.NDArray[np.int32]  # [..., H // 128] a level is base + code * step
+    step: npt.NDArray[np.int32]  # [..., H // 128]
+
+
+_UNITS = np.float32(2**23)  # of an octave
+_NAN_BITS = 0x7FC00000
+
+
+def encode_logfmt10(x: FloatArray) -> LogFmt10:
+    """[..., H] float32, H a multiple of 128. In float32 throughout, in the order of the kernels."""
+    one = np.float32(1)
+    bits = _blocks(x).view(np.uint32)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    logs = magnitude.astype(np.int32).astype(np.float32) + _correction(magnitude, 0.42283598, -0.15928389)
+    top = logs.max(-1)
+    smallest = np.where(magnitude == 0, np.float32(np.inf), logs).min(-1)
+    smallest = np.where(np.isinf(smallest), np.float32(0), smallest)
+    deepest = np.maximum(top - np.float32(32) * _UNITS, top * np.float32(0.001))
+    low = np.maximum(np.maximum(smallest, one), deepest)
+    is_finite = top < np.float32(0x7F800000)
+    scale = np.where(is_finite, np.float32(510) / np.maximum(top - low, one), np.float32(0))
+    place = np.maximum((logs - low[..., None]) * scale[..., None], -one)
+    codes = (place + (_UNITS + one)).view(np.uint32) & np.uint32(0x1FF)
+    whole_top, whole_low = (np.where(is_finite, value, 0).astype(np.int32) for value in (top, low))
+    step = np.maximum(whole_top - whole_low, 0) // 510
+    base = np.where(is_finite, whole_top - 511 * step, _NAN_BITS).astype(np.int32)
+    return LogFmt10(codes.astype(np.int32).reshape(x.shape), (bits >> 31 != 0).reshape(x.shape), base, step)
+
+
+def decode_logfmt10(encoded: LogFmt10) -> FloatArray:
+    """What encoded rows stand for, [..., H] float32."""
+    codes = encoded.codes.reshape(*encoded.base.shape, QUANT_BLOCK)
+    levels = (encoded.base[..., None] + codes * encoded.step[..., None]).astype(np.uint32)
+    less = (_correction(levels, 0.30457565, 0.07826797) + _UNITS).view(np.uint32) - _UNITS.view(np.uint32)
+    magnitude = np.where(codes == 0, np.uint32(0), levels - less).reshape(encoded.codes.shape)
+    rows: FloatArray = (magnitude | encoded.signs.astype(np.uint32) << 31).view(np.float32)
+    return rows
+
+
+def _blocks(x: Array) -> Array:
+    return np.ascontiguousarray(x).reshape(*x.shape[:-1], x.shape[-1] // QUANT_BLOCK, QUANT_BLOCK)
+
+
+def _correction(bits: npt.NDArray[np.uint32], a: float, b: float) -> FloatArray:
+    """f (1 - f) (a + b f) units, of the mantissa f that the lowest 23 bits are."""
+    significand = ((bits & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000)).view(np.float32)
+    f, rest = significand - np.float32(1), np.float32(2) - significand
+    factor = f * (np.float32(b) * _UNITS) + np.float32(a) * _UNITS
+    units: FloatArray = f * rest * factor
+    return units
+
+
+def carried(rows: Array, combine_quant: str | None) -> FloatArray:
+    """Rows [..., H] as their owner sees them after combine has sent them home, in float32."""
+    exact: FloatArray = rows.astype(np.float32)
+    if combine_quant == "logfmt10":
+        return decode_logfmt10(encode_logfmt10(exact))
+    if combine_quant == "fp8_block128":
+        return dequantise(*quantise(exact.reshape(-1, exact.shape[-1]), "fp32")).reshape(exact.shape)
+    return exact
+
+
+def carried_bound(rows: Array, combine_quant: str) -> Double:
+    """How far carried(rows) can be from finite rows, element by element, [..., H] float64.
+
+    fp8_block128: half of the last of 3 mantissa bits, 2^-4 of the value; below the normal numbers of e4m3 2^-10 of the
+    scale. logfmt10: with s octaves between levels, s/2, and at most 2^-10 octaves by which the logarithm, its way back
+    and levels in whole units are off; 0.4 % more, as levels are that far from a true logarithm's. A value that is more
+    than 32 octaves below the largest of its block becomes 0 or the lowest level; below 2^-126 levels are spaced evenly
+    enough for an error of 2^-130.
+    """
+    exact = np.abs(rows.astype(np.float64))
+    blocks = _blocks(exact)
+    largest = np.repeat(blocks.max(-1), QUANT_BLOCK, -1).reshape(exact.shape)
+    bound: Double
+    if combine_quant == "fp8_block128":
+        bound = np.maximum(exact * 2.0**-4, np.maximum(largest, 1e-4) / 448 * 2.0**-10) * (1 + 2.0**-20)
+        return bound
+    smallest = np.where(blocks == 0, np.inf, blocks).min(-1)
+    smallest = np.repeat(smallest, QUANT_BLOCK, -1).reshape(exact.shape)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        octaves = np.where(largest > 0, np.minimum(np.log2(largest / smallest), 32), 0)
+    relative = np.exp2(1.004 * (octaves / 1020 + 2.0**-10)) - 1
+    is_deep, is_tiny = smallest < largest * 2.0**-32, smallest < 2.0**-126
+    bound = exact * relative + np.where(is_deep, largest * 2.0**-31.9, 0) + np.where(is_tiny, 2.0**-130, 0)
+    return np.where(exact == 0, 0, bound)
+
+
 def dispatch(inputs: Inputs, rank: int, cfg: GroupConfig) -> Dispatched:
     """What a rank of a group with these settings must hold, in any layout."""
     if cfg.mode == "ll" and cfg.layout == "expert_major":
@@ -274,7 +368,8 @@ def combine(
 
     Args:
         answer: expert_major: k -> the answers of every token's k-th expert, [T, H]; else: rank -> what that rank
-            answers for every token. Of combine_dtype; rows for which there is none are not looked at.
+            answers for every token. Of combine_dtype; rows for which there is none are not looked at. With
+            combine_quant those of other ranks are carried().
         weights: [T, K], instead of those of the inputs.
         bias: arrays [T, H], added in this order.
     """
@@ -283,17 +378,29 @@ def combine(
     weights = weights_or_ones(inputs, rank) if weights is None else weights
     owner = np.where(kept, inputs.owner(rank), -1)
     if cfg.reduce == "exact":
-        return weighted_sum(np.where(kept, 0, -1), weights, answer, dtype, bias)
+
+        def term(k: int) -> Array:
+            rows, is_peers = answer(k), (owner[:, k] != rank)[:, None]
+            return np.where(is_peers, carried(rows, cfg.combine_quant), rows.astype(np.float32))
+
+        return weighted_sum(np.where(kept, 0, -1), weights, term, dtype, bias)
 
     if cfg.layout != "expert_major":
-        return rank_sum(owner, inputs.num_ranks, answer, dtype, bias)
+
+        def rank_row(dst: int) -> Array:
+            return carried(answer(dst), None if dst == rank else cfg.combine_quant)
+
+        return rank_sum(owner, inputs.num_ranks, rank_row, dtype, bias)
     partial = np.zeros((inputs.num_ranks, *answer(0).shape), np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         for k in range(owner.shape[1]):
             rows = np.flatnonzero(kept[:, k])
             partial[owner[rows, k], rows] += _times(weights[rows, k, None], answer(k)[rows])
         rounded = partial.astype(dtype)
-    return rank_sum(owner, inputs.num_ranks, lambda dst: rounded[dst], dtype, bias)
+    if cfg.combine_quant is None:
+        return rank_sum(owner, inputs.num_ranks, lambda dst: rounded[dst], dtype, bias)
+    coded = carried(partial, cfg.combine_quant)  # of the sum itself
+    return rank_sum(owner, inputs.num_ranks, lambda dst: rounded[dst] if dst == rank else coded[dst], dtype, bias)
 
 
 def per_rank_bound(magnitude: Double, num_topk: int, num_ranks: int, dtype: Any) -> Double:
@@ -312,6 +419,15 @@ def per_rank_bound(magnitude: Double, num_topk: int, num_ranks: int, dtype: Any)
     absolute = (num_ranks + 1) * float(info.smallest_subnormal)
     bound: Double = relative * magnitude + absolute
     return bound
+
+
+def coded_bound(magnitude: Double, error: Double, num_topk: int, num_ranks: int, dtype: Any) -> Double:
+    """How far combine with combine_quant can be from the exact sum, element by element, with either reduce.
+
+    magnitude: as in per_rank_bound; error: sum of carried_bound of every row that another rank sent, times |w[k]| with
+    reduce="exact". What is summed is off by at most that, and the sum as in per_rank_bound.
+    """
+    return error + per_rank_bound(magnitude + error, num_topk, num_ranks, dtype)
 
 
 def combine_exact(inputs: Inputs, rank: int, expert_rows: Sequence[Array]) -> Array:

@@ -1,6 +1,7 @@
 // Low-latency combine, exact. Every expert row goes home to its own place [token, k] at the token's owner, with one
 // flag per (token, rank); the owner waits for the ranks of one token at a time, adds weight * row in order of k in fp32
-// and rounds once. So the result is the same bits on every run. Cost: one row over the link per (token, expert).
+// and rounds once. So the result is the same bits on every run. Cost: one row over the link per (token, expert), as it
+// is or encoded (ll_home.cuh).
 // serves: layout=expert_major reduce=exact
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
@@ -9,23 +10,28 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
+constexpr int kCombineCodec = 0, kSentBytes = 14336;  // how rows go home, and what of a slot is theirs
 using elem_t = cuep::bf16_t;
 constexpr bool kHasPacketSlots = false, kHasMask = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kHasPacketSlots=false kHasMask=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kCombineCodec=0 kSentBytes=528 elem_t=float kHasPacketSlots=false kHasMask=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=1536 kCombineCodec=1 kSentBytes=512 elem_t=float kHasPacketSlots=false kHasMask=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=2 kSentBytes=7392 elem_t=cuep::fp16_t kHasPacketSlots=false kHasMask=false
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = false;
 static_assert(kIsPacket == kHasPacketSlots, "cuep/layout.py lays out slots of packets for variants named packet...");
 constexpr int kParts = 1;
 #include <cuep/ll_exact.cuh>
+#include <cuep/ll_home.cuh>
 
 using namespace cuep;
 
 struct Params {
     uint8_t* arena[kNumRanks];         // symmetric memory of every rank; offsets below are bytes into it
-    int64_t rows_offset;               // [num_banks, max_tokens, kNumTopk] rows
+    int64_t rows_offset;               // [num_banks, max_tokens, kNumTopk] rows of kSentBytes
     int64_t flags_offset;              // uint64 [num_banks, kNumRanks, max_tokens]: epoch
     int64_t totals_offset;             // uint64 [num_banks, kNumRanks]: epoch, kind of call or kRefused
     int64_t done_offset;               // uint64 [num_banks, kNumRanks]: epoch that this peer has read
@@ -68,7 +74,7 @@ CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
 CUEP_DEVICE uint4* home_row(const Params& p, int dst, int bank, int64_t token, int k) {
     const int64_t at = (static_cast<int64_t>(bank) * p.max_tokens + token) * kNumTopk + k;
-    return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kRowBytes);
+    return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kSentBytes);
 }
 
 CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
@@ -81,9 +87,7 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, 
             if (is_fenced(p, op)) return;
             uint4* home = home_row(p, to.src, bank, to.token, k);
 #pragma unroll
-            for (int j = 0; j < kPiecesPerThread; j++) {
-                if (piece_at(j) < kNumPieces) store_16(home + piece_at(j), row[j]);
-            }
+            for (int j = 0; j < kPiecesPerThread; j++) store_home(home, piece_at(j), row[j]);
             const bool has_grad = p.row_weight_grads != nullptr && threadIdx.x == 0;
             if (has_grad) *grad_of(p, to.src, bank, to.token, k) = p.row_weight_grads[p.row_idx[to.at * kNumTopk + k]];
         },
@@ -106,15 +110,19 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
         for (int i = 0; i < kElemsPerVec; i++) sum[i] = 0.0f;
 #pragma unroll
         for (int first = 0; first < kNumTopk; first += kTermsInFlight) {
-            uint4 v[kTermsInFlight];
+            HomePiece v[kTermsInFlight];
 #pragma unroll
             for (int i = 0; i < kTermsInFlight; i++) {
-                if (first + i < kNumTopk && s.terms[first + i] != nullptr) v[i] = load_16(s.terms[first + i] + vec);
+                const int k = first + i;
+                if (k < kNumTopk && s.terms[k] != nullptr) load_home(s.terms[k], vec, s.own_terms >> k & 1u, v[i]);
             }
 #pragma unroll
             for (int i = 0; i < kTermsInFlight; i++) {
-                if (first + i < kNumTopk && s.terms[first + i] != nullptr)
-                    add_weighted(sum, s.weights[first + i], v[i]);
+                const int k = first + i;
+                if (k >= kNumTopk || s.terms[k] == nullptr) continue;
+                float term[kElemsPerVec];
+                values_of(v[i], s.own_terms >> k & 1u, term);
+                add_weighted(sum, s.weights[k], term);
             }
         }
         write_sum(p, t, vec, sum);

@@ -1,7 +1,7 @@
 // Low-latency combine, exact, for few tokens: as ll_combine_direct, but rows go home as packets that carry their own
 // flags (packet.cuh): the sender releases nothing, the owner polls the rows themselves. The same bits. Cost: four
 // thirds of a row over the link per (token, expert).
-// serves: layout=expert_major reduce=exact
+// serves: layout=expert_major reduce=exact combine_quant=None
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/convert.cuh>

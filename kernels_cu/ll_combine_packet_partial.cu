@@ -1,7 +1,7 @@
 // Low-latency combine, per_rank, for few tokens: as ll_combine_partial, but rows go home as packets that carry their
 // own flags (packet.cuh): the sender releases nothing, the owner polls the rows themselves. The same bits. Cost: four
 // thirds of a row over the link per (token, rank).
-// serves: reduce=per_rank
+// serves: reduce=per_rank combine_quant=None
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/convert.cuh>
@@ -122,7 +122,7 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
     for (int j = 0; j < kPiecesPerThread; j++) {
         if (piece_at(j) >= kNumPieces) continue;
         float sum[kElemsPerVec];
-        is_ok &= add_ranks(p, s, piece_at(j), sum, [&](int first, int piece, uint4(&v)[kRanksInFlight]) {
+        auto load = [&](int first, int piece, uint4(&v)[kRanksInFlight]) {
             return wait_packets(op, [&](Missing& missing) {
 #pragma unroll
                 for (int i = 0; i < kRanksInFlight; i++) {
@@ -137,7 +137,8 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
                     }
                 }
             });
-        });
+        };
+        is_ok &= add_ranks<uint4>(p, s, piece_at(j), sum, load, [](float (&to)[kElemsPerVec], uint4 v) { add(to, v); });
         write_sum(p, t, piece_at(j), sum);
     }
     if (p.weight_grads != nullptr && threadIdx.x < kNumTopk && part() == 0) is_ok &= take_gradient(p, op, t, term, s);

@@ -1,7 +1,8 @@
 // Low-latency combine, per_rank. Each rank sends one row per token home, into its slot at the token's owner, with a
 // flag: in rank-major the caller's row as it is; in expert-major the sum of weight * row over this rank's experts, in
 // order of k in fp32, rounded once. The owner waits for the ranks of one token at a time and adds their rows, its own
-// among them, in order of rank in fp32. Cost: one row over the link per (token, rank).
+// among them, in order of rank in fp32. Cost: one row over the link per (token, rank), as it is or encoded
+// (ll_home.cuh); a sum is encoded as it is in fp32, without being rounded first.
 // serves: reduce=per_rank
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
@@ -11,24 +12,30 @@
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
 constexpr bool kIsRankMajor = false;
+constexpr int kCombineCodec = 0, kSentBytes = 14336;  // how rows go home, and what of a slot is theirs
 using elem_t = cuep::bf16_t;
 constexpr bool kHasPacketSlots = false, kHasMask = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false elem_t=float kHasPacketSlots=false kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kCombineCodec=0 kSentBytes=528 kIsRankMajor=false elem_t=float kHasPacketSlots=false kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=2 kSentBytes=7392 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=1536 kCombineCodec=2 kSentBytes=400 kIsRankMajor=false elem_t=float kHasPacketSlots=false kHasMask=false
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = false;
 static_assert(kIsPacket == kHasPacketSlots, "cuep/layout.py lays out slots of packets for variants named packet...");
 constexpr int kParts = 1;
 #include <cuep/ll_partial.cuh>
+#include <cuep/ll_home.cuh>
 
 using namespace cuep;
 
 struct Params {
     uint8_t* arena[kNumRanks];  // symmetric memory of every rank; offsets below are bytes into it
-    int64_t rows_offset;    // [num_banks, kNumRanks - 1, max_tokens] rows; rank s is at (s - rank - 1) mod kNumRanks
+    int64_t rows_offset;    // [num_banks, kNumRanks - 1, max_tokens] slots; rank s is at (s - rank - 1) mod kNumRanks
     int64_t flags_offset;   // uint64 [num_banks, kNumRanks, max_tokens]: epoch
     int64_t totals_offset;  // uint64 [num_banks, kNumRanks]: epoch, kind of call or kRefused
     int64_t done_offset;    // uint64 [num_banks, kNumRanks]: epoch that this peer has read
@@ -72,20 +79,41 @@ struct Params {
 
 CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
+// A piece as it is sent: 16 bytes, or a sum that is to be encoded.
+template <bool kIsSum>
+struct PartOf {
+    using type = uint4;
+};
+template <>
+struct PartOf<true> {
+    using type = Sums;
+};
+using Part = PartOf<!kIsRankMajor && kCombineCodec != kNoCodec>::type;
+
+CUEP_DEVICE void store_part(uint4* slot, int piece, const uint4& part) {
+    store_home(slot, piece, part);
+}
+
+template <int kCodec = kCombineCodec>
+CUEP_DEVICE void store_part(uint4* slot, int piece, const Sums& part) {
+    float values[kElemsPerVec];
+#pragma unroll
+    for (int i = 0; i < kElemsPerVec; i++) values[i] = piece < kNumPieces ? part.v[i] : 0.0f;
+    store_values<kCodec>(slot, piece, values);
+}
+
 CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
     const int tid = threadIdx.x;
-    send_answers(
+    send_answers<Part>(
         p,
         most,
         answer,
         s,
-        [&](const Answer& to, const uint4(&part)[kPiecesPerThread]) {
+        [&](const Answer& to, const Part(&part)[kPiecesPerThread]) {
             if (is_fenced(p, op)) return;
-            uint4* home = staged_row(p, to.src, bank, p.rank, to.token);
+            uint4* home = staged_row<kSentBytes>(p, to.src, bank, p.rank, to.token);
 #pragma unroll
-            for (int j = 0; j < kPiecesPerThread; j++) {
-                if (piece_at(j) < kNumPieces) store_16(home + piece_at(j), part[j]);
-            }
+            for (int j = 0; j < kPiecesPerThread; j++) store_part(home, piece_at(j), part[j]);
             if (p.row_weight_grads != nullptr && tid < kNumTopk) {
                 send_grad(p, to.src, bank, to.token, grad_row(p, to.at));
             }
@@ -105,12 +133,18 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
 #pragma unroll 1
     for (int vec = tid; vec < kRowVecs; vec += kNumThreads) {
         float sum[kElemsPerVec];
-        add_ranks(p, s, vec, sum, [&](int first, int piece, uint4(&v)[kRanksInFlight]) {
+        auto load = [&](int first, int piece, HomePiece(&v)[kRanksInFlight]) {
 #pragma unroll
             for (int i = 0; i < kRanksInFlight; i++) {
-                if (first + i < kNumRanks && s.rows[first + i] != nullptr) v[i] = load_16(s.rows[first + i] + piece);
+                const int r = first + i;
+                if (r < kNumRanks && s.rows[r] != nullptr) load_home(s.rows[r], piece, false, v[i]);
             }
             return true;
+        };
+        add_ranks<HomePiece>(p, s, vec, sum, load, [](float (&to)[kElemsPerVec], const HomePiece& v) {
+            float term[kElemsPerVec];
+            values_of(v, false, term);
+            add(to, term);
         });
         write_sum(p, t, vec, sum);
     }
@@ -129,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         [&](int t, Term& term) { look_up_term(p, t, term); },
         [&](Term& term) { follow(p, term); },
         [&](int bank, int t, Term& term) {
-            find_rows(p, term, s, [&](int rank) { return staged_row(p, p.rank, bank, rank, t); });
+            find_rows(p, term, s, [&](int rank) { return staged_row<kSentBytes>(p, p.rank, bank, rank, t); });
         },
         [&](const Operation& op, int bank, int t, const Term& term) { return sum_token(p, op, bank, t, term, s); });
 }

@@ -29,7 +29,7 @@ from cuep import reference
 
 _EXIT_STATUS = 3
 _ROUNDS_MASKED, _ROUNDS_AGAIN = 1000, 100_000  # numbers of the first rounds without the victim, and with it again
-_TOKENS, _EXPERTS_PER_RANK, _TOPK, _HIDDEN = 5, 4, 2, 64
+_TOKENS, _EXPERTS_PER_RANK, _TOPK, _HIDDEN = 5, 4, 2, 128
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Plan:
         bare_comm: a communicator that has only what cuep.init asks for.
         masks: after a PeerTimeout the others go on without the victim, and with it again if it was only stopped.
         wrong_mask: they try it with the victim before.
-        variants, reduce: the group's.
+        variants, reduce, combine_quant: the group's.
     """
 
     mode: str
@@ -65,6 +65,7 @@ class Plan:
     wrong_mask: bool = False
     variants: dict[str, str] | None = None
     reduce: str | None = None
+    combine_quant: str | None = None
 
 
 class Rank:
@@ -97,6 +98,7 @@ class Rank:
             mask=plan.masks,
             variants=plan.variants or {},
             reduce=plan.reduce,
+            combine_quant=plan.combine_quant,
         )
         group = cuep.Group(self.world, cfg)
         self._stream = self.world.stream() if plan.streamed else None

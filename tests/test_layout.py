@@ -115,8 +115,8 @@ def test_settings_are_checked(change: dict[str, Any], match: str) -> None:
 
 
 def test_fields_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(TypeError, match="combine_quant"):
-        config(combine_quant="logfmt10")
+    with pytest.raises(TypeError, match="mask_ranks"):
+        config(mask_ranks=True)
 
 
 def test_footprint_needs_a_split_of_experts() -> None:

@@ -19,6 +19,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "packets": {},
     "flags": {"variants": {"dispatch": "direct", "combine": "direct"}},
     "flags, per_rank": {"variants": {"dispatch": "direct", "combine": "partial"}, "reduce": "per_rank"},
+    "encoded": {"combine_quant": "fp8_block128"},
 }
 
 

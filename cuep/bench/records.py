@@ -50,6 +50,7 @@ def record(
         "dtype": options.dtype,
         "quant": options.quant,
         "scale_format": options.scale_format if options.quant else None,
+        "combine_quant": options.combine_quant,
         "num_sms": options.num_sms,
         "gemm": case.gemm,
         "graph": options.graph,
@@ -69,9 +70,13 @@ def _traffic(world: World, options: Options, inputs: Inputs, moves: tuple[str, .
     """Bytes of the rank that moves the most, as the time is that of the slowest. Collective."""
     config = group_config(options, {})
     shape = (inputs.topk_idx, world.rank, world.size, options.experts)
+    home, sent = (
+        traffic.combine(*shape, row_bytes, is_exact=config.reduce == "exact")
+        for row_bytes in (config.combine_row_bytes, config.combine_sent_row_bytes)
+    )
     of_one = {
         "dispatch": traffic.dispatch(*shape, config.sent_row_bytes),
-        "combine": traffic.combine(*shape, config.combine_row_bytes, is_exact=config.reduce == "exact"),
+        "combine": traffic.Traffic(sent.remote, home.total - home.remote + sent.remote),  # own rows are not encoded
     }
     mine = sum((of_one[move] for move in moves), traffic.Traffic(0, 0))
     everyone = world.comm.allgather((mine.remote, mine.total))

@@ -35,6 +35,7 @@ def _title(options: Options, num_ranks: int) -> str:
     form = f"{options.mode} {config.layout} {config.reduce}"
     form += f" alignment={config.alignment}" if config.alignment > 1 else ""
     form += f" quant={config.quant} {config.scale_format}" if config.quant else ""
+    form += f" combine_quant={config.combine_quant}" if config.combine_quant else ""
     shape = " ".join(f"{name}={getattr(options, name)}" for name in ("tokens", "hidden", "experts", "topk"))
     shape += f" {options.routing}" if options.routing != "uniform" else ""
     how = "graph replays" if options.graph else "eager calls"

@@ -65,6 +65,19 @@ def test_bench_checks_quantised_rows(world, form):
     assert kinds == {("fp8_block128", form.get("scale_format", "fp32"))}
 
 
+@pytest.mark.parametrize("form", [{}, {"reduce": "per_rank"}])
+def test_bench_checks_rows_that_are_encoded(world, form):
+    settings = Options(
+        "ll", tokens=5, hidden=384, experts=8, topk=3, combine_quant="logfmt10", check=True, iterations=1, **form
+    )
+    records, wrong = runner.run(world, settings)
+    assert wrong == []
+    combine = records[1]
+    assert combine["combine_quant"] == "logfmt10"
+    if world.size > 1:
+        assert combine["bytes_remote"] % 512 == 0  # a row: 384 + 96 + 24 bytes, padded
+
+
 @pytest.mark.parametrize("form", [{}, {"layout": "rank_major"}, {"quant": "fp8_block128", "hidden": 128}])
 def test_staged_calls_two_groups_and_pipelines_equal_the_oracle(world, form):
     settings = Options(

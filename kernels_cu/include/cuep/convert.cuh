@@ -139,6 +139,17 @@ CUEP_DEVICE uint32_t float_word(float value) {
 
 #endif  // CUEP_CPU
 
+// 1 to 2: the number with the lowest 23 bits as its mantissa.
+CUEP_DEVICE float significand(uint32_t bits) {
+#ifdef CUEP_CPU
+    return word_float((bits & 0x7fffffu) | 0x3f800000u);
+#else
+    uint32_t word;  // in one instruction; the compiler makes two of it
+    asm("lop3.b32 %0, %1, 0x7fffff, %2, 0xea;" : "=r"(word) : "r"(bits), "r"(0x3f800000u));
+    return word_float(word);
+#endif
+}
+
 // The e4m3 code nearest to a value, ties to even, at most 448 in size; any NaN is 0x7f. As cvt.rn.satfinite.e4m3x2.
 CUEP_DEVICE uint32_t e4m3_bits(float value) {
     const uint32_t bits = float_word(value), magnitude = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
@@ -151,6 +162,14 @@ CUEP_DEVICE uint32_t e4m3_bits(float value) {
     const uint32_t half = (1u << (drop - 1)) - 1 + (significand >> drop & 1);
     const uint32_t code = exponent > 15 ? 0x7eu : uint32_t((uint64_t(significand) + half) >> drop);
     return sign | (code < 0x7eu ? code : 0x7eu);
+}
+
+// What an e4m3 code stands for. Its exponent and mantissa, moved to where a float has them, are 2^120 times too small,
+// also where they are a subnormal.
+CUEP_DEVICE float e4m3_float(uint32_t code) {
+    const uint32_t magnitude = code & 0x7fu;
+    const float value = magnitude == 0x7fu ? word_float(0x7fc00000u) : __fmul_rn(word_float(magnitude << 20), 0x1p120f);
+    return word_float(float_word(value) | (code & 0x80u) << 24);
 }
 
 template <class E>

@@ -117,11 +117,11 @@ CUEP_DEVICE uint64_t* done_of(const Params& p, int dst, int bank, int reader) {
 }
 
 // Row of a slot in dst's arena, [num_banks, kNumPeers, max_tokens]: a rank has no slots for its own rows.
-template <class Params>
+template <int kSlotBytes = kRowBytes, class Params>
 CUEP_DEVICE uint4* staged_row(const Params& p, int dst, int bank, int src, int64_t slot) {
     const int peer = (src - dst - 1 + kNumRanks) % kNumRanks;
     const int64_t at = (static_cast<int64_t>(bank) * kNumPeers + peer) * p.max_tokens + slot;
-    return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kRowBytes);
+    return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kSlotBytes);
 }
 
 // What a kernel that sends finds in its bank, for all threads alike.

@@ -165,19 +165,28 @@ CUEP_DEVICE bool wait_ranks(const Params& p, const Operation& op, int bank, int 
     return !block_any(!is_ok);
 }
 
-// Adds weight * the vector's elements.
+// Adds weight * the terms.
+CUEP_DEVICE void add_weighted(float (&sum)[kElemsPerVec], float weight, const float (&term)[kElemsPerVec]) {
+#pragma unroll
+    for (int c = 0; c < kElemsPerVec; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(weight, term[c]));
+}
+
+// Of a vector's elements.
 CUEP_DEVICE void add_weighted(float (&sum)[kElemsPerVec], float weight, uint4 vec) {
     float term[kElemsPerVec];
     unpack<elem_t>(vec, term);
+    add_weighted(sum, weight, term);
+}
+
+CUEP_DEVICE void add(float (&sum)[kElemsPerVec], const float (&term)[kElemsPerVec]) {
 #pragma unroll
-    for (int c = 0; c < kElemsPerVec; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(weight, term[c]));
+    for (int c = 0; c < kElemsPerVec; c++) sum[c] = __fadd_rn(sum[c], term[c]);
 }
 
 CUEP_DEVICE void add(float (&sum)[kElemsPerVec], uint4 vec) {
     float term[kElemsPerVec];
     unpack<elem_t>(vec, term);
-#pragma unroll
-    for (int c = 0; c < kElemsPerVec; c++) sum[c] = __fadd_rn(sum[c], term[c]);
+    add(sum, term);
 }
 
 // Adds what is to be added to a finished sum, rounds once and writes.

@@ -34,10 +34,13 @@ CUEP_DEVICE void show_partial(const Params& p, int64_t at, int32_t row, float we
     }
 }
 
-// A piece of this rank's part, rounded as it travels.
-CUEP_DEVICE uint4 partial_sum(const Partial& partial, int piece) {
-    if constexpr (kIsRankMajor) return load_piece(partial.rows[0], piece);
-    float sum[kElemsPerVec];
+// A piece of this rank's part in fp32, expert-major.
+struct Sums {
+    float v[kElemsPerVec];
+};
+
+CUEP_DEVICE void make_part(const Partial& partial, int piece, Sums& part) {
+    float (&sum)[kElemsPerVec] = part.v;
 #pragma unroll
     for (int i = 0; i < kElemsPerVec; i++) sum[i] = 0.0f;
 #pragma unroll
@@ -56,7 +59,17 @@ CUEP_DEVICE uint4 partial_sum(const Partial& partial, int piece) {
             }
         }
     }
-    return pack<elem_t>(sum);
+}
+
+// The same, rounded to elem_t, or, rank-major, of the caller's row.
+CUEP_DEVICE void make_part(const Partial& partial, int piece, uint4& part) {
+    if constexpr (kIsRankMajor) {
+        part = load_piece(partial.rows[0], piece);
+    } else {
+        Sums sums;
+        make_part(partial, piece, sums);
+        part = pack<elem_t>(sums.v);
+    }
 }
 
 // Where this thread's k of a received row has its gradient, -1 if it is not served here.
@@ -81,19 +94,20 @@ CUEP_DEVICE void show(const Params& p, const Answer& answer, Shared& s) {
     show_partial(p, answer.at, answer.row, answer.weight, s.answer);
 }
 
-// This thread's pieces of an answer.
-CUEP_DEVICE void load_part(const Shared& s, uint4 (&part)[kPiecesPerThread]) {
+// This thread's pieces of an answer: uint4 or Sums.
+template <class Part>
+CUEP_DEVICE void load_part(const Shared& s, Part (&part)[kPiecesPerThread]) {
 #pragma unroll kIsRankMajor ? kPiecesPerThread : 1
     for (int j = 0; j < kPiecesPerThread; j++) {
-        if (piece_at(j) < kNumPieces) part[j] = partial_sum(s.answer, piece_at(j));
+        if (piece_at(j) < kNumPieces) make_part(s.answer, piece_at(j), part[j]);
     }
 }
 
 // All answers of a block, from `answer` on, whose rows are known. The next part is made before end(answer) says that
 // one is sent. store(answer, part): a row home.
-template <class Params, class Store, class End>
+template <class Part = uint4, class Params, class Store, class End>
 CUEP_DEVICE void send_answers(const Params& p, int most, Answer& answer, Shared& s, Store store, End end) {
-    uint4 part[kPiecesPerThread];
+    Part part[kPiecesPerThread];
     load_part(s, part);
     for (bool is_any = true; is_any;) {
         store(answer, part);
@@ -138,24 +152,25 @@ CUEP_DEVICE void find_rows(const Params& p, Term& term, Shared& s, Home home) {
 }
 
 // A piece of a token's sum. load(first, piece, v): of the rows of kRanksInFlight ranks from `first` on. False: load
-// gave up.
-template <class Params, class Load>
-CUEP_DEVICE bool add_ranks(const Params& p, const Shared& s, int piece, float (&sum)[kElemsPerVec], Load load) {
+// gave up. add_peer(sum, v): adds what was loaded.
+template <class Piece, class Params, class Load, class AddPeer>
+CUEP_DEVICE bool add_ranks(
+    const Params& p, const Shared& s, int piece, float (&sum)[kElemsPerVec], Load load, AddPeer add_peer) {
     bool is_ok = true;
     uint4 own = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int i = 0; i < kElemsPerVec; i++) sum[i] = 0.0f;
 #pragma unroll 1
     for (int first = 0; first < kNumRanks; first += kRanksInFlight) {
-        uint4 v[kRanksInFlight];
-        if (first == 0 && s.has_own) own = partial_sum(s.own, piece);
+        Piece v[kRanksInFlight];
+        if (first == 0 && s.has_own) make_part(s.own, piece, own);
         is_ok &= load(first, piece, v);
 #pragma unroll
         for (int i = 0; i < kRanksInFlight; i++) {
             const int r = first + i;
             if (r >= kNumRanks) continue;
             if (s.rows[r] != nullptr) {
-                add(sum, v[i]);
+                add_peer(sum, v[i]);
             } else if (r == p.rank && s.has_own) {
                 add(sum, own);
             }

@@ -50,11 +50,14 @@ CUEP_DEVICE bool is_excluded(const Params& p, const Operation& op) {
     return true;
 }
 
-// Whether it has been since this kernel began: then it may store no more where others may store now. (A thread that is
-// stopped between this look and the stores behind it, as only a CPU's can be, is not found out.)
+// Whether it has been since this kernel began: then it may store no more where others may store now. By whole warps,
+// all lanes of which are told the same. (A thread that is stopped between this look and the stores behind it, as only a
+// CPU's can be, is not found out.)
 template <class Params>
 CUEP_DEVICE bool is_fenced(const Params& p, const Operation& op) {
-    return kHasMask && ld_relaxed_sys(num_exclusions(p, p.rank)) != op.num_exclusions;
+    if constexpr (!kHasMask) return false;
+    const bool is_new = ld_relaxed_sys(num_exclusions(p, p.rank)) != op.num_exclusions;
+    return __ballot_sync(0xffffffffu, is_new) != 0;
 }
 
 }  // namespace cuep

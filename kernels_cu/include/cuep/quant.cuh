@@ -52,4 +52,18 @@ CUEP_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
 #endif
 }
 
+// What four codes stand for, exactly.
+CUEP_DEVICE void unpack_e4m3(uint32_t word, float* out) {
+#if !defined(CUEP_CPU) && __CUDA_ARCH__ >= 890
+    uint32_t low, high;  // pairs of halves, which hold every e4m3 value
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(word));
+    detail::unpack_pair<fp16_t>(low, out[0], out[1]);
+    detail::unpack_pair<fp16_t>(high, out[2], out[3]);
+#else
+    for (int i = 0; i < 4; i++) out[i] = detail::e4m3_float(word >> (8 * i) & 0xffu);
+#endif
+}
+
 }  // namespace cuep

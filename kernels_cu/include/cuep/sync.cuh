@@ -137,6 +137,26 @@ CUEP_DEVICE void store_16(uint4* ptr, uint4 value) {
     *ptr = value;
 }
 
+#define CUEP_NARROW(bytes, ptx, type)                           \
+    CUEP_DEVICE uint32_t load_##bytes(const type* ptr) {        \
+        cpu::delay_point();                                     \
+        return *ptr;                                            \
+    }                                                           \
+    CUEP_DEVICE void store_##bytes(type* ptr, uint32_t value) { \
+        cpu::delay_point();                                     \
+        *ptr = static_cast<type>(value);                        \
+    }
+
+CUEP_DEVICE uint2 load_8(const uint2* ptr) {
+    cpu::delay_point();
+    return *ptr;
+}
+
+CUEP_DEVICE void store_8(uint2* ptr, uint2 value) {
+    cpu::delay_point();
+    *ptr = value;
+}
+
 // The CPU has no access of 16 bytes that every compiler knows to be one: the last word says that the others are there.
 CUEP_DEVICE void st_packet(uint4* ptr, uint4 value) {
     cpu::scoped_store<__ATOMIC_RELAXED>(&ptr->x, value.x);
@@ -214,6 +234,27 @@ CUEP_DEVICE void store_16(uint4* ptr, uint4 value) {
         : "memory");
 }
 
+// Fewer bytes, otherwise as load_16 and store_16.
+#define CUEP_NARROW(bytes, ptx, type)                                                                    \
+    CUEP_DEVICE uint32_t load_##bytes(const type* ptr) {                                                 \
+        uint32_t value;                                                                                  \
+        asm volatile("ld.global.L1::no_allocate." ptx " %0, [%1];" : "=r"(value) : "l"(ptr) : "memory"); \
+        return value;                                                                                    \
+    }                                                                                                    \
+    CUEP_DEVICE void store_##bytes(type* ptr, uint32_t value) {                                          \
+        asm volatile("st.global." ptx " [%0], %1;" ::"l"(ptr), "r"(value) : "memory");                   \
+    }
+
+CUEP_DEVICE uint2 load_8(const uint2* ptr) {
+    uint2 v;
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(ptr) : "memory");
+    return v;
+}
+
+CUEP_DEVICE void store_8(uint2* ptr, uint2 value) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(ptr), "r"(value.x), "r"(value.y) : "memory");
+}
+
 // 16 bytes that peers see whole or not at all: a scalar of 128 bits is one access (PTX 8.3, sm_70), a vector is not.
 // Nothing around it is ordered: what it says, it says by itself.
 CUEP_DEVICE void st_packet(uint4* ptr, uint4 value) {
@@ -236,8 +277,13 @@ CUEP_DEVICE uint4 ld_packet(const uint4* ptr) {
 
 #endif  // CUEP_CPU
 
+CUEP_NARROW(4, "u32", uint32_t)
+CUEP_NARROW(2, "u16", uint16_t)
+CUEP_NARROW(1, "u8", uint8_t)
+
 }  // namespace cuep
 
+#undef CUEP_NARROW
 #undef CUEP_LOAD
 #undef CUEP_STORE
 #undef CUEP_ATOM_ADD

@@ -82,6 +82,14 @@ CUEP_DEVICE T max(T a, T b) {
     return a < b ? b : a;
 }
 
+// Byte i of the result is the one of {y, x} that the i-th hexadecimal digit of the selector names.
+CUEP_DEVICE unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long bytes = (unsigned long long)(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
+
 CUEP_DEVICE int __popc(unsigned x) {
     return __builtin_popcount(x);
 }
