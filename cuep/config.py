@@ -97,6 +97,7 @@ class GroupConfig:
         num_sms: blocks that each kernel may use at most. None: chosen by cuep. Groups that are used at the same time
             on one device must fit it together.
         mask: ll: after a PeerTimeout the group can go on without some of its ranks: Group.update_mask.
+        arrival_stats: ll: kernels note how long they wait for each rank: Group.arrival_stats.
         timeout_s: seconds after which a wait for a peer ends in PeerTimeout. None: CUEP_TIMEOUT_S, else 30.
         allocator: where arrays outside the symmetric heap come from: a pair alloc(bytes) -> address, free(address), or
             (cuda) a CuPy allocator, bytes -> MemoryPointer. None: the backend's own (CuPy's current pool). May differ
@@ -125,6 +126,7 @@ class GroupConfig:
     num_buffers: int = 2
     num_sms: int | None = None
     mask: bool = False
+    arrival_stats: bool = False
     timeout_s: float | None = None
     allocator: Any = field(default=None, compare=False, repr=False)
     variants: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -140,8 +142,10 @@ class GroupConfig:
         self._choose("combine_dtype", tuple(DTYPE_BYTES) if is_forward else (self.dtype, *DTYPE_BYTES))
         self._choose("overflow", ("raise", "drop"))
         self._choose("expert_ids", ("local", "global"))
-        _require(isinstance(self.mask, bool), "mask", self.mask, "True or False")
-        _require(self.mode == "ll" or not self.mask, "mask", self.mask, "False with mode='ht'")
+        for name in ("mask", "arrival_stats"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, value, "True or False")
+            _require(self.mode == "ll" or not value, name, value, "False with mode='ht'")
         for name, most in _MOST.items():
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 object.__setattr__(self, name, _count(getattr(self, name), name, most))

@@ -264,6 +264,8 @@ def workspace_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     )
     shapes: Shapes = {f"refused_{k}": v for k, v in handle_arrays(cfg, num_ranks).items() if k in small}
     shapes["control"] = ((CONTROL_BYTES // 8,), "uint64")
+    if cfg.arrival_stats:  # struct Arrivals of arrivals.cuh
+        shapes["arrivals"] = ((10 * num_ranks + 1,), "uint64")
     if cfg.mode == "ht":
         shapes["high_water"] = ((cfg.num_buffers,), "int32")
     elif cfg.layout == "expert_major":

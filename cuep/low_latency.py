@@ -76,7 +76,7 @@ class LowLatency:
             "kSentBytes": cfg.combine_sent_row_bytes,
             "elem_t": elem_type(str(cfg.combine_dtype)),
         }
-        shape["kHasMask"] = cfg.mask
+        shape |= {"kHasMask": cfg.mask, "kHasStats": cfg.arrival_stats}
         forms = {op: {"kIsRankMajor": is_rank_major, "kHasPacketSlots": layout.uses_packets(cfg, op)} for op in _OPS}
         most_blocks = group.world.backend.num_processors  # more would take turns in waiting
         specs = [
@@ -203,6 +203,7 @@ class LowLatency:
         own = dict.fromkeys(_OF_SOME_FORMS, 0) | group.handle_values(handle)
         own |= {"max_tokens": cfg.max_tokens_per_rank, "num_banks": cfg.num_buffers}
         own["mask_offset"] = group.arena.offsets.get("mask", 0)
+        own["arrivals"] = group.workspace_address("arrivals") if cfg.arrival_stats else 0
         own |= {
             "is_alone": cfg.num_sms is None,
             "is_global_ids": cfg.expert_ids == "global",

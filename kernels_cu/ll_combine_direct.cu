@@ -12,13 +12,13 @@
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
 constexpr int kCombineCodec = 0, kSentBytes = 14336;  // how rows go home, and what of a slot is theirs
 using elem_t = cuep::bf16_t;
-constexpr bool kHasPacketSlots = false, kHasMask = false;
+constexpr bool kHasPacketSlots = false, kHasMask = false, kHasStats = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kCombineCodec=0 kSentBytes=528 elem_t=float kHasPacketSlots=false kHasMask=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=1536 kCombineCodec=1 kSentBytes=512 elem_t=float kHasPacketSlots=false kHasMask=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=2 kSentBytes=7392 elem_t=cuep::fp16_t kHasPacketSlots=false kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kCombineCodec=0 kSentBytes=528 elem_t=float kHasPacketSlots=false kHasMask=true kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=1536 kCombineCodec=1 kSentBytes=512 elem_t=float kHasPacketSlots=false kHasMask=true kHasStats=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=2 kSentBytes=7392 elem_t=cuep::fp16_t kHasPacketSlots=false kHasMask=false kHasStats=false
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = false;
@@ -53,6 +53,7 @@ struct Params {
     int64_t bias_stride[2];
     HandleState* state;
     Control* control;
+    Arrivals* arrivals;  // or null
     Report* report;
     int64_t timeout_ns;
     const uint8_t* num_tokens_at;  // int32 or int64, null: num_tokens counts

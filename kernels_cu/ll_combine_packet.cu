@@ -11,10 +11,10 @@
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 320, kMinBlocks = 1;
 constexpr int kParts = 4;
 using elem_t = cuep::bf16_t;
-constexpr bool kHasPacketSlots = true, kHasMask = false;
+constexpr bool kHasPacketSlots = true, kHasMask = false, kHasStats = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kHasPacketSlots=true kHasMask=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kHasPacketSlots=true kHasMask=true kHasStats=false
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
@@ -47,6 +47,7 @@ struct Params {
     int64_t bias_stride[2];
     HandleState* state;
     Control* control;
+    Arrivals* arrivals;  // or null
     Report* report;
     int64_t timeout_ns;
     const uint8_t* num_tokens_at;  // int32 or int64, null: num_tokens counts

@@ -14,15 +14,15 @@ constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336,
 constexpr bool kIsRankMajor = false;
 constexpr int kCombineCodec = 0, kSentBytes = 14336;  // how rows go home, and what of a slot is theirs
 using elem_t = cuep::bf16_t;
-constexpr bool kHasPacketSlots = false, kHasMask = false;
+constexpr bool kHasPacketSlots = false, kHasMask = false, kHasStats = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kCombineCodec=0 kSentBytes=528 kIsRankMajor=false elem_t=float kHasPacketSlots=false kHasMask=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=2 kSentBytes=7392 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=1536 kCombineCodec=2 kSentBytes=400 kIsRankMajor=false elem_t=float kHasPacketSlots=false kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kCombineCodec=0 kSentBytes=528 kIsRankMajor=false elem_t=float kHasPacketSlots=false kHasMask=false kHasStats=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=2 kSentBytes=7392 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=1536 kCombineCodec=2 kSentBytes=400 kIsRankMajor=false elem_t=float kHasPacketSlots=false kHasMask=false kHasStats=true
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 constexpr bool kIsPacket = false;
@@ -59,6 +59,7 @@ struct Params {
     int64_t bias_stride[2];
     HandleState* state;
     Control* control;
+    Arrivals* arrivals;  // or null
     Report* report;
     int64_t timeout_ns;
     const uint8_t* num_tokens_at;  // int32 or int64, null: num_tokens counts

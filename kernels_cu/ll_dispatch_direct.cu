@@ -13,16 +13,16 @@ constexpr int kFlagBatch = 4;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 constexpr bool kHasScaleColumns = false;
 constexpr bool kIsRankMajor = false;
-constexpr bool kHasPacketSlots = false, kHasMask = false;
+constexpr bool kHasPacketSlots = false, kHasMask = false, kHasStats = false;
 using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=false kHasMask=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=false kHasMask=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=false kHasMask=true kHasStats=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=false kHasMask=false kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=true
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 CUEP_TUNABLE(kFlagBatch, 4, 2);  // tokens of a block whose flags are released together, behind one fence
@@ -67,6 +67,7 @@ struct Params {
     int32_t* total;            // [1]
     HandleState* state;
     Control* control;
+    Arrivals* arrivals;  // or null
     Report* report;
     int64_t timeout_ns;
     const uint8_t* num_tokens_at;  // int32 or int64, null: num_tokens counts
@@ -188,7 +189,8 @@ CUEP_DEVICE void receive_own(const Params& p, int bank, int num_tokens, int last
 
 CUEP_DEVICE bool take(const Params& p, const Operation& op, int bank, int src, int slot, Shared& s) {
     bool is_ok = true;
-    if (threadIdx.x == 0) is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token[0]);
+    if (threadIdx.x == 0)
+        is_ok = wait_flag<kHasStats>(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token[0]);
     if (block_any(!is_ok)) return false;
     deliver_from(p, bank, src, slot, s.token[0], staged_row(p, p.rank, bank, src, slot), s);
     return true;

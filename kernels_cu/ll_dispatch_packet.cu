@@ -12,16 +12,16 @@ constexpr int kParts = 4;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 constexpr bool kHasScaleColumns = false;
 constexpr bool kIsRankMajor = false;
-constexpr bool kHasPacketSlots = true, kHasMask = false;
+constexpr bool kHasPacketSlots = true, kHasMask = false, kHasStats = false;
 using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=true kHasStats=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=false kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true kHasStats=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=true
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
@@ -64,6 +64,7 @@ struct Params {
     int32_t* total;            // [1]
     HandleState* state;
     Control* control;
+    Arrivals* arrivals;  // or null
     Report* report;
     int64_t timeout_ns;
     const uint8_t* num_tokens_at;  // int32 or int64, null: num_tokens counts

@@ -38,10 +38,9 @@ class Gemm:
         self.shape = (batch, rows, hidden, columns)
         dtype = layout.dtype_of("bfloat16" if backend.name == "cuda" else "float32")
         rng = np.random.default_rng(0)
-        self.a, self.b = (
-            backend.asarray(rng.standard_normal(shape, np.float32).astype(dtype))
-            for shape in ((batch, rows, hidden), (batch, hidden, columns))
-        )
+        self.a = backend.asarray(rng.standard_normal((batch, rows, hidden), np.float32).astype(dtype))
+        self.b = backend.zeros((batch, hidden, columns), dtype)  # the same weights, each expert's in memory of its own
+        self.b[...] = backend.asarray(rng.standard_normal((hidden, columns), np.float32).astype(dtype))
         self.c = c = backend.zeros((batch, rows, columns), dtype)
         backend.synchronize()  # the arrays were filled on another stream
         self._multiply: Callable[[], Any]

@@ -480,7 +480,7 @@ PLANTED = [
     (
         "partial rows are added without waiting for their flags",
         "include/cuep/ll_combine.cuh",
-        "is_ok = wait_flag(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);",
+        "is_ok = wait_flag<kHasStats>(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);",
         "unused = 0;",
         "per_rank",
         {},
@@ -488,7 +488,7 @@ PLANTED = [
     (
         "rank-major rows are taken without waiting for their flags",
         "ll_dispatch_direct.cu",
-        "is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token[0]);",
+        "is_ok = wait_flag<kHasStats>(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token[0]);",
         "s.token[0] = static_cast<uint32_t>(ld_acquire_sys(flag_of(p, p.rank, bank, src, slot)));",
         "rank_major",
         {},

@@ -105,7 +105,7 @@ PLANTED = [
     (
         "ll dispatch takes rows without waiting for their flags",
         "ll_dispatch_direct.cu",
-        "is_ok = wait_flag(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token[0]);",
+        "is_ok = wait_flag<kHasStats>(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token[0]);",
         "s.token[0] = static_cast<uint32_t>(ld_acquire_sys(flag_of(p, p.rank, bank, src, slot)));",
         "ll",
         {},
@@ -113,7 +113,7 @@ PLANTED = [
     (
         "ll combine sums without waiting for flags",
         "include/cuep/ll_combine.cuh",
-        "is_ok = wait_flag(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);",
+        "is_ok = wait_flag<kHasStats>(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);",
         "unused = 0;",
         "ll",
         {},

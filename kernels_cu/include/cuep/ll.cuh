@@ -4,6 +4,7 @@
 // An operation has two phases, which one kernel runs or two: a send phase takes the epoch, a receive phase ends it.
 // They may lie far apart, with other operations between them, so everything that a bank needs is kept per bank.
 #pragma once
+#include <cuep/arrivals.cuh>
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/mask.cuh>
@@ -69,6 +70,7 @@ template <class Params>
 CUEP_DEVICE Operation begin_phase(const Params& p, Op op) {
     Operation operation = p.is_send ? begin_operation(p, op) : resume_operation(p, op);
     load_mask(p, operation);
+    begin_arrivals(p, operation);
     return operation;
 }
 
@@ -88,6 +90,7 @@ CUEP_DEVICE void begin_launch(const Params& p) {
     wait_for_earlier_kernels();
     if (p.is_alone) let_next_kernel_begin();
     if (is_clerk() && threadIdx.x == 0) st_relaxed_sys(&p.report->ticket, p.ticket - 1);
+    if (is_clerk()) add_up_arrivals(p);
 }
 
 template <class Params>
@@ -223,7 +226,7 @@ CUEP_DEVICE bool wait_totals(const Params& p, const Operation& op, int bank, boo
     const int tid = threadIdx.x;
     if (tid < kNumRanks) {
         uint32_t total = routing_bits(p) | kSettled;  // of a rank that takes no part
-        if (is_active(op, tid)) is_ok &= wait_word(op, total_of(p, p.rank, bank, tid), tid, total);
+        if (is_active(op, tid)) is_ok &= wait_word<kHasStats>(op, total_of(p, p.rank, bank, tid), tid, total);
         const bool is_paired = (total & kRoutingBits) == routing_bits(p);
         totals.of[tid] = total == kRefused ? total : is_paired ? total & ~(kSettled | kRoutingBits) : kMispaired;
         totals.are_settled[tid] = total != kRefused && (total & kSettled) != 0;
@@ -253,6 +256,7 @@ CUEP_DEVICE bool is_mispaired(const Totals& totals) {
 template <class Params>
 CUEP_DEVICE void end_phase(const Params& p, const Operation& op, int bank, const Totals& totals) {
     take_epoch(op);
+    end_arrivals(p);
     if (!p.is_receive) {
         p.state->epoch[static_cast<int>(op.op)] = op.epoch;
         return;

@@ -160,7 +160,7 @@ CUEP_DEVICE bool wait_ranks(const Params& p, const Operation& op, int bank, int 
     bool is_ok = true;
     if (tid < kNumRanks && tid != p.rank && (term.rank_mask >> tid & 1u)) {
         uint32_t unused = 0;
-        is_ok = wait_flag(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);
+        is_ok = wait_flag<kHasStats>(op, flag_of(p, p.rank, bank, tid, t), Phase::kRows, tid, unused);
     }
     return !block_any(!is_ok);
 }

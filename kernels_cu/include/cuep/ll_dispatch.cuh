@@ -389,7 +389,8 @@ CUEP_DEVICE void keep_token(const Params& p, int t, const Outgoing& out) {
 template <class Params>
 CUEP_DEVICE bool wait_count(const Params& p, const Operation& op, int bank, int src, int local_expert, int32_t& count) {
     uint32_t value = 0;
-    const bool is_ok = !is_active(op, src) || wait_word(op, counts_of(p, p.rank, bank, src) + local_expert, src, value);
+    const bool is_ok =
+        !is_active(op, src) || wait_word<kHasStats>(op, counts_of(p, p.rank, bank, src) + local_expert, src, value);
     count = static_cast<int32_t>(value);
     return is_ok;
 }

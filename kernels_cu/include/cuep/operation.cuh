@@ -77,6 +77,8 @@ struct Operation {
     bool is_new;                    // this kernel takes the epoch
     uint32_t active = 0xffffffffu;  // bit r: rank r takes part
     uint32_t num_exclusions = 0;    // of this rank by others, when the kernel began
+    uint64_t* waits = nullptr;      // of each rank: ns from begin_ns until this kernel's last wait for it was over
+    uint64_t begin_ns = 0;
 };
 
 // Params is that of any kernel: all have these fields.
@@ -157,14 +159,23 @@ CUEP_DEVICE_COLD bool give_up(
 
 constexpr uint32_t kSpinsPerClock = 64;  // polls between two looks at the clock
 
-// Waits until `word` carries this operation's epoch; its value goes to `value`. False: gave up.
-template <bool kIsAcquire>
+// A wait for a peer is over (GroupConfig.arrival_stats).
+CUEP_DEVICE void note_wait(const Operation& op, int peer) {
+    red_max_relaxed_gpu(op.waits + peer, now_ns() - op.begin_ns);
+}
+
+// Waits until `word` carries this operation's epoch; its value goes to `value`. kIsNoted: by note_wait, if it took any
+// time. False: gave up.
+template <bool kIsAcquire, bool kIsNoted>
 CUEP_DEVICE bool wait_tagged(const Operation& op, const uint64_t* word, Phase phase, int peer, uint32_t& value) {
     uint64_t since_ns = 0;
     for (uint32_t spin = 1;; spin++) {
         const uint64_t seen = kIsAcquire ? ld_acquire_sys(word) : ld_relaxed_sys(word);
         value = static_cast<uint32_t>(seen);
-        if (epoch_of(seen) == static_cast<uint32_t>(op.epoch)) return true;
+        if (epoch_of(seen) == static_cast<uint32_t>(op.epoch)) {
+            if (kIsNoted && spin > 1) note_wait(op, peer);
+            return true;
+        }
         if (spin % kSpinsPerClock == 0 &&
             give_up(op, phase, peer, static_cast<uint32_t>(op.epoch), epoch_of(seen), since_ns)) {
             return false;
@@ -174,13 +185,15 @@ CUEP_DEVICE bool wait_tagged(const Operation& op, const uint64_t* word, Phase ph
 }
 
 // A flag: what its writer stored before it may be read afterwards. Pairs with st_release_sys of the peer.
+template <bool kIsNoted = false>
 CUEP_DEVICE bool wait_flag(const Operation& op, const uint64_t* flag, Phase phase, int peer, uint32_t& value) {
-    return wait_tagged<true>(op, flag, phase, peer, value);
+    return wait_tagged<true, kIsNoted>(op, flag, phase, peer, value);
 }
 
 // A word that says all there is to know, with no data behind it. Pairs with st_relaxed_sys of the peer.
+template <bool kIsNoted = false>
 CUEP_DEVICE bool wait_word(const Operation& op, const uint64_t* word, int peer, uint32_t& value) {
-    return wait_tagged<false>(op, word, Phase::kCounts, peer, value);
+    return wait_tagged<false, kIsNoted>(op, word, Phase::kCounts, peer, value);
 }
 
 // Whether a done word says that a bank of this epoch may be written.

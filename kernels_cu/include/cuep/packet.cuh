@@ -32,10 +32,15 @@ CUEP_DEVICE void note_missing(const Operation& op, uint4 packet, int peer, Missi
 template <class Ask>
 CUEP_DEVICE bool wait_packets(const Operation& op, Ask ask) {
     uint64_t since_ns = 0;
+    int last = 0;  // of the peers that were waited for
     for (uint32_t spin = 1;; spin++) {
         Missing missing{0, 0, false};
         ask(missing);
-        if (!missing.is_any) return true;
+        if (!missing.is_any) {
+            if (kHasStats && spin > 1) note_wait(op, last);
+            return true;
+        }
+        last = missing.peer;
         if (spin % kSpinsPerClock == 0 &&
             give_up(op, Phase::kRows, missing.peer, static_cast<uint32_t>(op.epoch), missing.seen, since_ns)) {
             return false;

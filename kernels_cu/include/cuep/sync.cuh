@@ -36,6 +36,10 @@
     CUEP_DEVICE void name(uint32_t* ptr, uint32_t value) { \
         cpu::scoped_add<__ATOMIC_##order>(ptr, value);     \
     }
+#define CUEP_RED_MAX(name, ptx, order)                     \
+    CUEP_DEVICE void name(uint64_t* ptr, uint64_t value) { \
+        cpu::scoped_max<__ATOMIC_##order>(ptr, value);     \
+    }
 #define CUEP_ATOM_CAS(name, ptx, order)                                                \
     CUEP_DEVICE uint32_t name(uint32_t* ptr, uint32_t expected, uint32_t desired) {    \
         return cpu::scoped_compare_exchange<__ATOMIC_##order>(ptr, expected, desired); \
@@ -73,6 +77,10 @@
     CUEP_DEVICE void name(uint32_t* ptr, uint32_t value) {                                      \
         asm volatile("red." ptx ".global.add.u32 [%0], %1;" ::"l"(ptr), "r"(value) : "memory"); \
     }
+#define CUEP_RED_MAX(name, ptx, order)                                                          \
+    CUEP_DEVICE void name(uint64_t* ptr, uint64_t value) {                                      \
+        asm volatile("red." ptx ".global.max.u64 [%0], %1;" ::"l"(ptr), "l"(value) : "memory"); \
+    }
 #define CUEP_ATOM_CAS(name, ptx, order)                                             \
     CUEP_DEVICE uint32_t name(uint32_t* ptr, uint32_t expected, uint32_t desired) { \
         uint32_t old;                                                               \
@@ -101,6 +109,7 @@ CUEP_ATOM_ADD(atom_add_relaxed_gpu, "relaxed.gpu", RELAXED)
 CUEP_ATOM_ADD(atom_add_acq_rel_gpu, "acq_rel.gpu", ACQ_REL)
 CUEP_RED_ADD(red_add_relaxed_gpu, "relaxed.gpu", RELAXED)
 CUEP_RED_ADD(red_add_release_sys, "release.sys", RELEASE)
+CUEP_RED_MAX(red_max_relaxed_gpu, "relaxed.gpu", RELAXED)
 CUEP_ATOM_CAS(atom_cas_relaxed_sys, "relaxed.sys", RELAXED)
 CUEP_ATOM_CAS(atom_cas_acq_rel_gpu, "acq_rel.gpu", ACQ_REL)
 CUEP_FENCE(fence_acq_rel_sys, "acq_rel.sys", ACQ_REL)
@@ -288,5 +297,6 @@ CUEP_NARROW(1, "u8", uint8_t)
 #undef CUEP_STORE
 #undef CUEP_ATOM_ADD
 #undef CUEP_RED_ADD
+#undef CUEP_RED_MAX
 #undef CUEP_ATOM_CAS
 #undef CUEP_FENCE

@@ -60,6 +60,14 @@ T scoped_compare_exchange(T* ptr, T expected, T desired) {
     return expected;
 }
 
+template <int kOrder, class T>
+void scoped_max(T* ptr, T value) {
+    delay_point();
+    T seen = __atomic_load_n(ptr, kOrder);
+    while (seen < value && !__atomic_compare_exchange_n(ptr, &seen, value, false, kOrder, kOrder)) {
+    }
+}
+
 template <int kOrder>
 void scoped_fence() {
     delay_point();
