@@ -79,6 +79,11 @@ def _parser() -> argparse.ArgumentParser:
         "--scale-format", default="fp32", choices=("fp32", "ue8m0"), help="of the scales of --quant (%(default)s)"
     )
     bench.add_argument(
+        "--in-place",
+        action="store_true",
+        help="ll rank_major: rows are received where peers put them (default: copied)",
+    )
+    bench.add_argument(
         "--combine-quant", help="logfmt10 or fp8_block128: how combine's rows travel (ll; default: as is)"
     )
     bench.add_argument("--alignment", type=_count, default=1, help="of zones, ht expert_major (%(default)s)")
@@ -201,6 +206,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
         quant=options.quant,
         scale_format=options.scale_format,
         combine_quant=options.combine_quant,
+        in_place=2 if options.in_place else 0,  # two handles at most are timed
         alignment=options.alignment,
         num_sms=options.num_sms,
         routing=options.routing,

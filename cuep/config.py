@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from cuep import env
 from cuep.errors import ArgumentError
 
@@ -91,6 +93,9 @@ class GroupConfig:
             stays combine_dtype. Relative error of rows of N(0, 1) values (root mean square): logfmt10 0.35 %,
             fp8_block128 2.6 %; bfloat16 itself 0.17 %. Bound: cuep.reference.coded_bound. Formats, and what becomes of
             NaN, infinities and tiny values: kernels_cu/include/cuep/combine_codec.cuh.
+        in_place: ll rank_major: so many handles, the first that the group makes, receive rows where peers put them, in
+            symmetric memory, and copy nothing; their Received.tokens then hold until the handle's combine, not its next
+            dispatch, and rows are strided where they have scales. 0 to 64.
         expert_ids: numbering of Received.topk_idx: "local" (0 to L-1) or "global".
         num_buffers: ll: banks that dispatch and combine each rotate through, 1, 2, 4 or 8. ht: handles that may hold
             received rows at the same time, 1 to 64.
@@ -122,6 +127,7 @@ class GroupConfig:
     scales_per_row: int | None = None
     scale_layout: str = "row_major"
     combine_quant: str | None = None
+    in_place: int = 0
     expert_ids: str = "local"
     num_buffers: int = 2
     num_sms: int | None = None
@@ -150,6 +156,7 @@ class GroupConfig:
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 object.__setattr__(self, name, _count(getattr(self, name), name, most))
         self._check_quant()
+        self._check_in_place()
         for name, default in _HT_ONLY.items() if self.mode == "ll" else ():
             _require(getattr(self, name) == default, name, getattr(self, name), f"{default!r} with mode='ll'")
         if self.max_recv_tokens_per_rank is not None:
@@ -269,6 +276,16 @@ class GroupConfig:
             _require(self.mode == "ll", "combine_quant", self.combine_quant, "None with mode='ht'")
             rule = f"a multiple of 128 with combine_quant={self.combine_quant!r}"
             _require(self.hidden % QUANT_BLOCK == 0, "hidden", self.hidden, rule)
+
+    def _check_in_place(self) -> None:
+        if isinstance(self.in_place, (int, np.integer)) and self.in_place == 0:
+            object.__setattr__(self, "in_place", 0)
+            return
+        form = f"with mode={self.mode!r}, layout={self.layout!r}"
+        _require(self.mode == "ll" and self.layout == "rank_major", "in_place", self.in_place, f"0 {form}")
+        object.__setattr__(self, "in_place", _count(self.in_place, "in_place", 64))
+        rule = "0 with scale_layout='column_major'"
+        _require(self.scale_layout == "row_major" or not self.num_scales, "in_place", self.in_place, rule)
 
     def _check_shared_memory(self) -> None:
         """ll: a block of dispatch counts rows of every expert, and holds a row while it quantises it."""

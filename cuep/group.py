@@ -193,6 +193,23 @@ class Group:
         start = self.arena.offsets[name]
         return self.memory.bytes[start : start + self.arena.regions[name].num_bytes]
 
+    def in_place_offset(self, handle: Handle) -> int:
+        """Where in every rank's arena a handle receives rows in place."""
+        each = layout.in_place_bytes(self.cfg, self.num_ranks)
+        return self.arena.offsets["in_place"] + (handle.serial - 1) * each
+
+    def in_place_arrays(self, handle: Handle) -> dict[str, Array]:
+        """Its tokens and scales there: a row's scales lie behind its values."""
+        cfg, backend = self.cfg, self.world.backend
+        begin, num_bytes = self.in_place_offset(handle), layout.in_place_bytes(cfg, self.num_ranks)
+        rows = self.memory.bytes[begin : begin + num_bytes].reshape(self.num_ranks, cfg.max_tokens_per_rank, -1)
+        found = {"tokens": rows.view(backend.array_dtype(layout.dtype_of(cfg.recv_dtype)))[..., : cfg.columns]}
+        if cfg.num_scales:
+            first = cfg.recv_row_bytes // cfg.scale_bytes
+            scales = rows.view(backend.array_dtype(layout.dtype_of(cfg.scale_dtype)))
+            found["scales"] = scales[..., first : first + cfg.scale_columns]
+        return found
+
     def create_handle(
         self, topk_idx: Any, topk_weights: Any = None, *, num_tokens: Any = None, stream: Any = None
     ) -> Handle:

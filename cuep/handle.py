@@ -28,7 +28,8 @@ _MAX_BIASES = 2
 class Received:
     """What a rank received; arrays of x's framework that belong to the handle and keep their addresses.
 
-    They hold until the handle's next dispatch or release(), and are complete in stream order (after a send_only
+    They hold until the handle's next dispatch or release() (tokens and scales of a handle that receives in place,
+    GroupConfig.in_place: also only until its combine), and are complete in stream order (after a send_only
     dispatch: of complete()). L local experts, N ranks, B max_tokens_per_rank, K num_topk, H hidden, R rows
     (max_recv_tokens_per_rank, or the most that can come). What a layout does not have is None. Rows beyond the counts
     are unspecified: never read them.
@@ -116,10 +117,14 @@ class Handle:
         #: operation -> its last call: signature of the array, and what makes that call again; None if it had options
         self._plain_calls: dict[str, tuple[Any, Callable[[Any, tuple[Any, ...]], int]] | None] = {}
         backend = group.world.backend
+        self.is_in_place = serial <= group.cfg.in_place  # as on the other ranks, which make the same handles
+        shapes = layout.handle_arrays(group.cfg, group.num_ranks, is_in_place=self.is_in_place)
         self.arrays: dict[str, Array] = {
             name: backend.empty(shape, layout.dtype_of(dtype), group.cfg.allocator)
-            for name, (shape, dtype) in layout.handle_arrays(group.cfg, group.num_ranks).items()
+            for name, (shape, dtype) in shapes.items()
         }
+        if self.is_in_place:
+            self.arrays |= group.in_place_arrays(self)
         self.addresses = {name: address(array) for name, array in self.arrays.items()}
         self._y_view: Any = arrays.view(self.arrays["y"], "y", backend)
         with backend.active():
@@ -458,8 +463,9 @@ class Handle:
         arrays.check_matrix(x, "x", self.num_rows, cfg.columns, arrays.allowed_dtypes(cfg.array_dtype))
         arrays.check_rows(x, "x", cfg.row_bytes)
         self._check_scales(scales, out)
-        if cfg.num_scales and cfg.scale_layout == "column_major":
-            arrays.check_takes_strides(x, "x", group.world.backend, "scale_layout='column_major'")
+        if cfg.num_scales and (cfg.scale_layout == "column_major" or self.is_in_place):
+            what = "in_place with scales" if self.is_in_place else "scale_layout='column_major'"
+            arrays.check_takes_strides(x, "x", group.world.backend, what)
         self._check_send_only(send_only)
         group.mode.prepare_dispatch(self, out)
         if out is not None:

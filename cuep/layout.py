@@ -15,12 +15,13 @@ from cuep.errors import ArgumentTypeError
 ALIGNMENT = 256  # bytes; of every region of the arena
 CONTROL_BYTES = 240  # struct Control in operation.cuh
 CONTROL_OP_WORDS = 4  # 8-byte words of each operation in it: epoch, received, read_until, and two of 4 bytes
-STATE_BYTES = 40  # struct HandleState
+STATE_BYTES = 48  # struct HandleState
 STATE_NUM_TOKENS = 36  # bytes before its num_tokens
 REPORT_BYTES = 172  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 MASK_BYTES = 40  # struct MaskWords of mask.cuh
 PACKET_TOKENS = 16  # max_tokens_per_rank up to which rows travel as packets, by default
+IN_PLACE = ("tokens", "scales")  # what lies in symmetric memory where rows are received in place
 READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
 
@@ -71,8 +72,11 @@ def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     if uses_packets(cfg, "combine"):  # {gradient} of the k that the row is for
         slot_bytes = packets_bytes(cfg.combine_row_bytes) + (topk if cfg.reduce == "per_rank" else 1) * 16
         combine_rows = Region(banks * tokens * rows_home * slot_bytes, is_words=True)
-    mask = {"mask": Region(num_ranks * MASK_BYTES + WORD_BYTES)} if cfg.mask else {}
-    return mask | {
+    optional = {"mask": Region(num_ranks * MASK_BYTES + WORD_BYTES)} if cfg.mask else {}
+    if cfg.in_place:
+        optional["in_place"] = Region(cfg.in_place * in_place_bytes(cfg, num_ranks))
+        optional["dispatch_ready"] = _words(banks, num_ranks)
+    return optional | {
         "dispatch_rows": rows_out,
         "dispatch_headers": Region(0 if has_packets else banks * num_ranks * tokens * topk * 16),
         "dispatch_flags": _words(banks, num_ranks, tokens),
@@ -92,7 +96,8 @@ def variant(cfg: GroupConfig, op: str) -> str:
     size (measured: kernels_cu/README.md)."""
     own = "partial" if op == "combine" and cfg.reduce == "per_rank" else "direct"
     of_few = {"direct": "packet", "partial": "packet_partial"}
-    is_few = cfg.max_tokens_per_rank <= PACKET_TOKENS and not (op == "combine" and cfg.combine_quant)
+    takes_packets = not (cfg.combine_quant if op == "combine" else cfg.in_place)
+    is_few = cfg.max_tokens_per_rank <= PACKET_TOKENS and takes_packets
     return cfg.variants.get(op, of_few[own] if is_few else own)
 
 
@@ -156,8 +161,8 @@ def max_recv_rows(cfg: GroupConfig, num_ranks: int) -> int:
     return (pairs + zones * (cfg.alignment - 1)) // cfg.alignment * cfg.alignment
 
 
-def handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
-    """What a handle owns outside the symmetric arena."""
+def handle_arrays(cfg: GroupConfig, num_ranks: int, *, is_in_place: bool = False) -> Shapes:
+    """What a handle owns outside the symmetric arena. is_in_place: it receives rows there."""
     tokens, topk = cfg.max_tokens_per_rank, cfg.num_topk
     local_experts = cfg.num_experts // num_ranks
     shapes: Shapes = {
@@ -170,7 +175,8 @@ def handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
         "total": ((1,), "int32"),
     }
     if cfg.mode == "ll":
-        shapes |= _ll_handle_arrays(cfg, num_ranks)
+        of_mode = _ll_handle_arrays(cfg, num_ranks)
+        shapes |= {k: v for k, v in of_mode.items() if not (is_in_place and k in IN_PLACE)}
     else:
         shapes |= _ht_handle_arrays(cfg, num_ranks)
     return shapes
@@ -235,6 +241,11 @@ def _ll_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     return shapes
 
 
+def in_place_bytes(cfg: GroupConfig, num_ranks: int) -> int:
+    """ll: of the rows that a handle receives in place, [N, B] as they travel."""
+    return num_ranks * cfg.max_tokens_per_rank * cfg.sent_row_bytes
+
+
 def scale_column_rows(cfg: GroupConfig, zone_rows: int) -> int:
     """Elements from one column of scales to the next: columns begin at multiples of 16 bytes."""
     rows_per_piece = 16 // cfg.scale_bytes
@@ -292,8 +303,8 @@ def footprint(cfg: GroupConfig, num_ranks: int) -> dict[str, int]:
 
     Returns:
         {"symmetric": per group, from the symmetric heap; "workspace": per group, from the allocator;
-        "handle": per handle, from the allocator; "combine_buffer": per handle that asks for one, from the allocator}.
-        Equal to what is then requested.
+        "handle": per handle, from the allocator; "in_place_handle": the same of the first GroupConfig.in_place handles;
+        "combine_buffer": per handle that asks for one, from the allocator}. Equal to what is then requested.
 
     Raises:
         ArgumentError: the settings do not work on `num_ranks` ranks.
@@ -304,6 +315,7 @@ def footprint(cfg: GroupConfig, num_ranks: int) -> dict[str, int]:
     return {
         "symmetric": arena(cfg, num_ranks).num_bytes,
         "handle": num_bytes(handle_arrays(cfg, num_ranks)),
+        "in_place_handle": num_bytes(handle_arrays(cfg, num_ranks, is_in_place=True)) if cfg.in_place else 0,
         "workspace": num_bytes(workspace_arrays(cfg, num_ranks)),
         "combine_buffer": num_bytes({"": (combine_shape(cfg, num_ranks), str(cfg.combine_dtype))}),
     }

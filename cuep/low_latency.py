@@ -67,6 +67,7 @@ class LowLatency:
             "kQuant": cfg.quantised_scale_bytes,
             "kNumScales": cfg.scale_columns,
             "kScaleBytes": cfg.scale_bytes,
+            "kHasInPlace": cfg.in_place > 0,
             "kHasScaleColumns": cfg.num_scales > 0 and cfg.scale_layout == "column_major",
             "src_t": elem_type(cfg.dtype if cfg.quantised_scale_bytes else "bfloat16"),  # matters where it is quantised
         }
@@ -110,7 +111,7 @@ class LowLatency:
         """Choose where rows go."""
         cfg, record, tokens = self._group.cfg, handle.state.dispatch, handle.arrays["tokens"]
         if out is None:
-            begin, row_stride = handle.addresses["tokens"], cfg.recv_row_bytes
+            begin, row_stride = handle.addresses["tokens"], handle.arrays["tokens"].strides[1]
         else:
             _check_rows(out, "out", tokens.shape, cfg.recv_dtype)
             begin, row_stride = out.address, out.strides[1]
@@ -203,6 +204,11 @@ class LowLatency:
         own = dict.fromkeys(_OF_SOME_FORMS, 0) | group.handle_values(handle)
         own |= {"max_tokens": cfg.max_tokens_per_rank, "num_banks": cfg.num_buffers}
         own["mask_offset"] = group.arena.offsets.get("mask", 0)
+        own |= {"in_place_offset": -1, "ready_offset": group.arena.offsets.get("dispatch_ready", 0)}
+        own["scales_stride"] = cfg.scale_columns * cfg.scale_bytes
+        if handle is not None and handle.is_in_place:
+            own["in_place_offset"] = group.in_place_offset(handle)
+            own["scales_stride"] = cfg.sent_row_bytes
         own["arrivals"] = group.workspace_address("arrivals") if cfg.arrival_stats else 0
         own |= {
             "is_alone": cfg.num_sms is None,

@@ -11,18 +11,18 @@
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 448, kMinBlocks = 1;
 constexpr int kFlagBatch = 4;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
-constexpr bool kHasScaleColumns = false;
+constexpr bool kHasScaleColumns = false, kHasInPlace = false;
 constexpr bool kIsRankMajor = false;
 constexpr bool kHasPacketSlots = false, kHasMask = false, kHasStats = false;
 using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=false kHasMask=true kHasStats=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=false kHasMask=false kHasStats=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=false kHasInPlace=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=false kHasInPlace=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=true kHasInPlace=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=false kHasMask=true kHasStats=true kHasInPlace=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=false kHasMask=false kHasStats=false kHasInPlace=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=false kHasInPlace=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=true kHasInPlace=true
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
 CUEP_TUNABLE(kFlagBatch, 4, 2);  // tokens of a block whose flags are released together, behind one fence
@@ -42,7 +42,9 @@ struct Params {
     int64_t totals_offset;   // uint64 [num_banks, kNumRanks]: epoch, slots used or kRefused
     int64_t done_offset;     // uint64 [num_banks, kNumRanks]: epoch that this peer has read
     int64_t mask_offset;     // MaskWords [kNumRanks] and the number of exclusions, with a mask
-    const uint8_t* x;        // [num_tokens] rows, x_stride bytes apart
+    int64_t ready_offset;    // uint64 [num_banks, kNumRanks]: epoch for which this peer's rows may be put in place
+    int64_t in_place_offset;  // [kNumRanks, max_tokens] rows of kRowBytes where this handle's rows are put, or -1
+    const uint8_t* x;         // [num_tokens] rows, x_stride bytes apart
     int64_t x_stride;
     const uint8_t* x_scales;  // the caller's scales, [num_tokens, kNumScales] of kScaleBytes, where rows come with them
     int64_t x_scales_row_stride;  // bytes between the scales of two tokens
@@ -57,6 +59,7 @@ struct Params {
     uint8_t* tokens;         // [local experts, kNumRanks * max_tokens] or, rank-major, [kNumRanks, max_tokens] rows
     int64_t tokens_stride;   // bytes between rows
     uint8_t* scales;         // [rows, kNumScales] of kScaleBytes, or by columns: see place_of
+    int64_t scales_stride;   // bytes between those of two rows, where they do not lie by columns
     int32_t* row_idx;        // expert-major [kNumRanks, max_tokens, kNumTopk]: row of `tokens`, or -1
     float* recv_weights;     // expert-major [kNumRanks, max_tokens, kNumTopk] or null: weights of the received rows
     int32_t* recv_topk_idx;  // rank-major [kNumRanks, max_tokens, kNumTopk]: expert here, or -1, also beyond the counts
@@ -117,7 +120,7 @@ CUEP_DEVICE void send(const Params& p,
     for (int i = 0; i < kNumPeers; i++) {
         const int dst = (p.rank + 1 + i) % kNumRanks;
         if (rank_mask >> dst & 1u) {
-            uint4* staged = staged_row(p, dst, bank, p.rank, out.slot[dst]);
+            uint4* staged = row_at(p, dst, bank, p.rank, out.slot[dst]);
 #pragma unroll
             for (int j = 0; j < kPiecesPerThread; j++) {
                 if (piece_at(j) < kNumPieces) store_16(staged + piece_at(j), token.row[j]);
@@ -192,7 +195,15 @@ CUEP_DEVICE bool take(const Params& p, const Operation& op, int bank, int src, i
     if (threadIdx.x == 0)
         is_ok = wait_flag<kHasStats>(op, flag_of(p, p.rank, bank, src, slot), Phase::kRows, src, s.token[0]);
     if (block_any(!is_ok)) return false;
-    deliver_from(p, bank, src, slot, s.token[0], staged_row(p, p.rank, bank, src, slot), s);
+    const uint4* row = row_at(p, p.rank, bank, src, slot);
+    if constexpr (kHasInPlace) {
+        const int64_t at = static_cast<int64_t>(src) * p.max_tokens + slot;
+        if (reinterpret_cast<const uint4*>(p.tokens + at * p.tokens_stride) == row) {  // it is where it belongs
+            note_row(p, src, at, s.token[0], stored_header(p, bank, src, slot));
+            return true;
+        }
+    }
+    deliver_from(p, bank, src, slot, s.token[0], row, s);
     return true;
 }
 

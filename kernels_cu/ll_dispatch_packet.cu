@@ -1,7 +1,7 @@
 // Low-latency dispatch for few tokens: as ll_dispatch_direct, but rows and headers travel as packets that carry their
 // own flags (packet.cuh), so the sender releases nothing and the receiver polls the row itself. Cost: four thirds of a
 // row over the link per (token, rank), and local copies as there.
-// serves: layout=expert_major,rank_major
+// serves: layout=expert_major,rank_major in_place=0
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/operation.cuh>
@@ -10,18 +10,18 @@
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 320, kMinBlocks = 1;
 constexpr int kParts = 4;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
-constexpr bool kHasScaleColumns = false;
+constexpr bool kHasScaleColumns = false, kHasInPlace = false;
 constexpr bool kIsRankMajor = false;
 constexpr bool kHasPacketSlots = true, kHasMask = false, kHasStats = false;
 using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true kHasStats=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=true kHasStats=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=false kHasStats=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true kHasStats=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=false kHasInPlace=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true kHasStats=false kHasInPlace=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=true kHasInPlace=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=true kHasStats=true kHasInPlace=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=false kHasStats=false kHasInPlace=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true kHasStats=false kHasInPlace=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=true kHasInPlace=false
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
@@ -39,7 +39,9 @@ struct Params {
     int64_t totals_offset;  // uint64 [num_banks, kNumRanks]: epoch, slots used or kRefused
     int64_t done_offset;    // uint64 [num_banks, kNumRanks]: epoch that this peer has read
     int64_t mask_offset;    // MaskWords [kNumRanks] and the number of exclusions, with a mask
-    const uint8_t* x;       // [num_tokens] rows, x_stride bytes apart
+    int64_t ready_offset;   // uint64 [num_banks, kNumRanks]: epoch for which this peer's rows may be put in place
+    int64_t in_place_offset;  // [kNumRanks, max_tokens] rows of kRowBytes where this handle's rows are put, or -1
+    const uint8_t* x;         // [num_tokens] rows, x_stride bytes apart
     int64_t x_stride;
     const uint8_t* x_scales;  // the caller's scales, [num_tokens, kNumScales] of kScaleBytes, where rows come with them
     int64_t x_scales_row_stride;  // bytes between the scales of two tokens
@@ -54,6 +56,7 @@ struct Params {
     uint8_t* tokens;         // [local experts, kNumRanks * max_tokens] or, rank-major, [kNumRanks, max_tokens] rows
     int64_t tokens_stride;   // bytes between rows
     uint8_t* scales;         // [rows, kNumScales] of kScaleBytes, or by columns: see place_of
+    int64_t scales_stride;   // bytes between those of two rows, where they do not lie by columns
     int32_t* row_idx;        // expert-major [kNumRanks, max_tokens, kNumTopk]: row of `tokens`, or -1
     float* recv_weights;     // expert-major [kNumRanks, max_tokens, kNumTopk] or null: weights of the received rows
     int32_t* recv_topk_idx;  // rank-major [kNumRanks, max_tokens, kNumTopk]: expert here, or -1, also beyond the counts

@@ -131,6 +131,11 @@ class CpuBackend:
             f"stream has type {type(stream).__name__}; the cpu backend takes None or what world.stream() returns"
         )
 
+    def array_dtype(self, dtype: Any) -> np.dtype[Any]:
+        """NumPy has arrays of all."""
+        known: np.dtype[Any] = np.dtype(dtype)
+        return known
+
     def new_stream(self, *, is_urgent: bool = False) -> CpuStream:
         """Streams are threads here, all alike."""
         stream = CpuStream()

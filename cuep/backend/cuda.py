@@ -78,10 +78,13 @@ class CudaBackend:
             self._heap = SymmetricHeap(running, self.comm, self._context, self.places)
         return self._heap.allocate(num_bytes)
 
+    def array_dtype(self, dtype: Any) -> np.dtype[Any]:
+        """What CuPy has arrays of for such elements: bytes for float8."""
+        return np.dtype(np.uint8) if np.dtype(dtype).name.startswith("float8") else np.dtype(dtype)
+
     def empty(self, shape: tuple[int, ...], dtype: Any, allocator: Any = None) -> Array:
         """allocator: a CuPy allocator (bytes -> MemoryPointer), or a pair alloc(bytes) -> address, free(address)."""
-        if np.dtype(dtype).name.startswith("float8"):  # CuPy has none
-            dtype = np.dtype(np.uint8)
+        dtype = self.array_dtype(dtype)
         try:
             with self._context.current():
                 if allocator is None:

@@ -51,6 +51,7 @@ def record(
         "quant": options.quant,
         "scale_format": options.scale_format if options.quant else None,
         "combine_quant": options.combine_quant,
+        "in_place": options.in_place,
         "num_sms": options.num_sms,
         "gemm": case.gemm,
         "graph": options.graph,

@@ -45,6 +45,7 @@ class Options:
     reduce: str | None = None
     quant: str | None = None
     scale_format: str = "fp32"
+    in_place: int = 0
     combine_quant: str | None = None
     alignment: int = 1
     num_sms: int | None = None
@@ -90,6 +91,7 @@ def group_config(options: Options, variants: dict[str, str]) -> GroupConfig:
         reduce=options.reduce,
         quant=options.quant,
         scale_format=options.scale_format,
+        in_place=options.in_place,
         combine_quant=options.combine_quant,
         alignment=options.alignment,
         num_sms=options.num_sms,

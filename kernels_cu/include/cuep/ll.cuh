@@ -127,6 +127,11 @@ CUEP_DEVICE uint4* staged_row(const Params& p, int dst, int bank, int src, int64
     return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset + at * kSlotBytes);
 }
 
+template <class Params>
+CUEP_DEVICE uint64_t* ready_of(const Params& p, int dst, int bank, int src) {
+    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.ready_offset) + bank * kNumRanks + src;
+}
+
 // What a kernel that sends finds in its bank, for all threads alike.
 enum class Bank { kFree, kTaken, kStop };
 

@@ -282,6 +282,7 @@ CUEP_DEVICE void combine(const Params& p,
         }
     }
     end_launch(p, op, bank, is_last_begun, totals, [&] {
+        if (p.is_receive && verdict.refused_by < 0) p.state->is_unread = 0;  // all ranks have sent what they made of it
         if (verdict.refused_by >= 0) mark_refused(p, Op::kCombine, verdict.refused_by, verdict.cause);
     });
 }

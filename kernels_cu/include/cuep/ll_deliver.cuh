@@ -38,7 +38,7 @@ struct Place {
 template <class Params>
 CUEP_DEVICE Place place_of(const Params& p, int64_t dst_row) {
     Place place{p.tokens + dst_row * p.tokens_stride, nullptr, kScaleBytes};
-    if constexpr (kHasScales && !kHasScaleColumns) place.scales = p.scales + dst_row * (kNumScales * kScaleBytes);
+    if constexpr (kHasScales && !kHasScaleColumns) place.scales = p.scales + dst_row * p.scales_stride;
     if constexpr (kHasScaleColumns) {
         constexpr int kRowsPerPiece = 16 / kScaleBytes;
         const int zone_rows = p.max_tokens * (kIsRankMajor ? 1 : kNumRanks), row = static_cast<int>(dst_row);
@@ -87,6 +87,22 @@ CUEP_DEVICE void store_received(const Place& place, int piece, uint4 v) {
     }
 }
 
+// rank-major: what the receiver learns with a row. header, token: as in deliver.
+template <class Params>
+CUEP_DEVICE void note_row(const Params& p, int src, int64_t at, uint32_t token, const Header& header) {
+    const int tid = threadIdx.x;
+    if (tid < kNumTopk) {
+        const int32_t first = p.is_global_ids ? p.rank * kNumLocalExperts : 0;
+        p.recv_topk_idx[at * kNumTopk + tid] = header.expert < 0 ? -1 : first + header.expert;
+        p.recv_topk_weights[at * kNumTopk + tid] = header.weight;
+    }
+    if (tid == 0) {
+        p.token_idx[at] = static_cast<int32_t>(token);
+        p.source[at * 2] = src;
+        p.source[at * 2 + 1] = static_cast<int32_t>(token);
+    }
+}
+
 // Copies a received row to where it belongs. header: of k = threadIdx.x, where that is below kNumTopk; token: thread 0
 // and those that have a header know it.
 template <class Params>
@@ -100,7 +116,6 @@ CUEP_DEVICE void deliver(const Params& p,
     const int tid = threadIdx.x;
     const int64_t at = static_cast<int64_t>(src) * p.max_tokens + slot;
     const bool is_first = part() == 0;  // of the blocks that share the row: it writes what goes with it
-    if (tid == 0 && is_first) p.token_idx[at] = static_cast<int32_t>(token);
     auto copy_to = [&](int64_t dst_row) {
         const Place place = place_of(p, dst_row);
 #pragma unroll
@@ -109,17 +124,10 @@ CUEP_DEVICE void deliver(const Params& p,
         }
     };
     if constexpr (kIsRankMajor) {
-        if (tid < kNumTopk && is_first) {
-            const int32_t first = p.is_global_ids ? p.rank * kNumLocalExperts : 0;
-            p.recv_topk_idx[at * kNumTopk + tid] = header.expert < 0 ? -1 : first + header.expert;
-            p.recv_topk_weights[at * kNumTopk + tid] = header.weight;
-        }
-        if (tid == 0 && is_first) {
-            p.source[at * 2] = src;
-            p.source[at * 2 + 1] = static_cast<int32_t>(token);
-        }
+        if (is_first) note_row(p, src, at, token, header);
         copy_to(at);
     } else {
+        if (tid == 0 && is_first) p.token_idx[at] = static_cast<int32_t>(token);
         if (tid < kNumTopk) {
             int32_t dst_row = -1;
             if (header.expert >= 0) {

@@ -72,6 +72,44 @@ CUEP_DEVICE uint64_t* counts_of(const Params& p, int dst, int bank, int src) {
     return reinterpret_cast<uint64_t*>(p.arena[dst] + p.counts_offset) + (bank * kNumRanks + src) * kNumLocalExperts;
 }
 
+// Whether peers put rows where the caller of this handle reads them, on all ranks alike.
+template <class Params>
+CUEP_DEVICE bool is_in_place(const Params& p) {
+    return kHasInPlace && p.in_place_offset >= 0;
+}
+
+// Where a row goes in dst's memory: the row of `tokens` itself, or a slot from which dst takes it.
+template <class Params>
+CUEP_DEVICE uint4* row_at(const Params& p, int dst, int bank, int src, int64_t slot) {
+    if (!is_in_place(p)) return staged_row(p, dst, bank, src, slot);
+    const int64_t at = static_cast<int64_t>(src) * p.max_tokens + slot;
+    return reinterpret_cast<uint4*>(p.arena[dst] + p.in_place_offset + at * kRowBytes);
+}
+
+// Tells the peers that nobody here reads any more what an earlier dispatch put in place: that was up to this call, and
+// this kernel is behind it. Always, as a rank that refuses does not know what its peers work on. One block, behind
+// wait_bank: by then nobody waits for the word that was there.
+template <class Params>
+CUEP_DEVICE void publish_ready(const Params& p, const Operation& op, int bank) {
+    const int tid = threadIdx.x;
+    if (!kHasInPlace || tid >= kNumRanks || tid == p.rank || !is_active(op, tid)) return;
+    st_relaxed_sys(ready_of(p, tid, bank, p.rank), tagged(op, 0));  // pairs with wait_ready
+}
+
+// Before the first row is put in place, where no combine of the handle has told that the ones before were read. A
+// barrier of the block. False: gave up.
+template <class Params>
+CUEP_DEVICE bool wait_ready(const Params& p, const Operation& op, int bank, bool is_unread) {
+    if (!is_in_place(p) || !is_unread) return true;
+    const int tid = threadIdx.x;
+    bool is_ok = true;
+    if (tid < kNumRanks && tid != p.rank && is_active(op, tid)) {
+        uint32_t unused = 0;
+        is_ok = wait_flag<kHasStats>(op, ready_of(p, p.rank, bank, tid), Phase::kReuse, tid, unused);
+    }
+    return !block_any(!is_ok);
+}
+
 // Whether the caller's routing is read, not the handle's copy of it.
 template <class Params>
 CUEP_DEVICE bool is_new_routing(const Params& p) {
@@ -460,6 +498,7 @@ CUEP_DEVICE void dispatch(
     const Operation op = begin_phase(p, Op::kDispatch);
     const Standing standing = standing_of(p, op);
     const bool is_off = is_over(p, op);
+    const bool is_unread = kHasInPlace && p.state->is_unread != 0;
     const int num_rows = p.is_refused || !p.is_send ? 0 : p.num_tokens;
     const bool is_sender = team() < num_rows;
     Token token;
@@ -490,8 +529,10 @@ CUEP_DEVICE void dispatch(
         // a rank-major slot has room for every k, an expert's zone for each token once
         constexpr int kMostPerToken = kIsRankMajor ? kNumTopk : 1;
         if (is_clerk()) {
+            publish_ready(p, op, bank);
             publish_counts(p, op, bank, standing, count, p.max_tokens * kMostPerToken, earlier, counts);
         }
+        if (team() < num_tokens && !wait_ready(p, op, bank, is_unread)) return;
         for (int t = team(); t < num_tokens; t += num_teams()) {
             if (last >= 0) {
                 if (last == 0) load_earlier(p, num_tokens, !kIsRankMajor, earlier);
@@ -516,7 +557,10 @@ CUEP_DEVICE void dispatch(
         if (verdict.refused_by < 0 && !receive(op, bank, num_tokens, last, token)) return;
     }
     end_launch(p, op, bank, is_last_begun, counts.totals, [&] {
-        if (p.is_receive) p.state->refused = 0;
+        if (p.is_receive) {
+            p.state->refused = 0;
+            p.state->is_unread = verdict.refused_by < 0;
+        }
         if (verdict.refused_by >= 0) mark_refused(p, Op::kDispatch, verdict.refused_by, verdict.own_cause);
     });
 }

@@ -65,6 +65,8 @@ struct HandleState {
     uint32_t refused_by;  // the rank that refused
     uint32_t unrouted;    // ht: its last routing was refused: nothing works before the next one
     int32_t num_tokens;   // that its routing has
+    uint32_t is_unread;   // ll: rows that peers put where the caller reads them may still be read
+    uint32_t unused;
 };
 
 struct Operation {
