@@ -1,12 +1,14 @@
 """One small checked benchmark of each form named, in one process: what compute-sanitizer watches in gpu_check.py.
 
-mpirun -n 2 python -m mpi4py scripts/forms.py ll ll:rank_major ll:expert_major:per_rank ht:expert_major:per_rank:4
-(mode[:layout[:reduce[:alignment]]]; ll with few tokens and with more, as these are different kernels)
+mpirun -n 2 python -m mpi4py scripts/forms.py ll ll:layout=rank_major ht:layout=expert_major:alignment=4
+(mode[:setting=value...], as cuep.bench.workload.Options has them; ll with few tokens and with more, as these are
+different kernels)
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import cuep
 from cuep import layout
@@ -17,19 +19,12 @@ TOKENS = {"ll": (5, layout.PACKET_TOKENS + 1), "ht": (5,)}
 
 
 def options_of(form: str, tokens: int) -> Options:
-    mode, rows, reduce, alignment = (*form.split(":"), "", "", "")[:4]
-    return Options(
-        mode,
-        tokens=tokens,
-        hidden=264,
-        experts=8,
-        topk=3,
-        layout=rows or None,
-        reduce=reduce or None,
-        alignment=int(alignment or 1),
-        check=True,
-        iterations=1,
-    )
+    mode, *settings = form.split(":")
+    given: dict[str, Any] = {
+        name: int(value) if value.isdigit() else value for name, value in (text.split("=") for text in settings)
+    }
+    hidden = 384 if "quant" in form else 264
+    return Options(mode, tokens=tokens, hidden=hidden, experts=8, topk=3, check=True, iterations=1, **given)
 
 
 def main() -> int:

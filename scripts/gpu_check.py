@@ -32,14 +32,24 @@ OTHER_BENCHES = (
     ("ll", 128, ("--layout", "rank_major")),
     ("ll", 128, ("--reduce", "per_rank")),
     ("ll", 128, ("--layout", "rank_major", "--quant", "fp8_block128")),
+    ("ll", 128, ("--layout", "rank_major", "--in-place")),
+    ("ll", 128, ("--combine-quant", "fp8_block128", "--staged")),
     ("ll", 128, ("--reduce", "per_rank", "--quant", "fp8_block128")),
     ("ht", HT_TOKENS, ("--layout", "expert_major", "--alignment", "128")),
 )
 QUICK_SANITIZER = (("memcheck", "ll"), ("synccheck", "ht"))  # memcheck takes half a minute
 # as scripts/forms.py names them; all of a mode in one process, as the start takes longest
-SANITIZED = {"ll": ("ll", "ll:rank_major", "ll:expert_major:per_rank"), "ht": ("ht", "ht:expert_major:per_rank:4")}
+SANITIZED = {
+    "ll": (
+        *("ll", "ll:layout=rank_major", "ll:reduce=per_rank"),
+        "ll:layout=rank_major:quant=fp8_block128:in_place=1",
+        "ll:reduce=per_rank:quant=fp8_block128:combine_quant=logfmt10",
+    ),
+    "ht": ("ht", "ht:layout=expert_major:alignment=4"),
+}
 # Kernels of many shapes take their time to compile: these files run on two ranks only, the others on the most.
-FORM_TESTS = ("tests/mpi/test_cases.py", "tests/mpi/test_ll_forms.py", "tests/mpi/test_ht_forms.py")
+CASE_TESTS = ("tests/mpi/test_cases.py", "tests/mpi/test_quant.py", "tests/mpi/test_forward.py")
+FORM_TESTS = ("tests/mpi/test_ll_forms.py", "tests/mpi/test_ht_forms.py", "tests/mpi/test_combine_quant.py")
 FEW_TESTS = (
     "tests/mpi/test_steps.py",
     "tests/mpi/test_refusals.py",
@@ -182,7 +192,7 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
             run_sanitizer(runner, str(sanitizer), tool, mode, min(2, num_gpus))
     else:
         files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/mpi").glob("test_*.py"))]
-        run_tests(runner, most, 180, [name for name in files if name not in FORM_TESTS], has_large=True)
+        run_tests(runner, most, 180, [name for name in files if name not in CASE_TESTS + FORM_TESTS], has_large=True)
         if num_gpus < 8:
             # More ranks than GPUs is slow and says nothing about speed, but 8 ranks reach what 4 do not.
             run_tests(runner, 8, 60, ["tests/mpi"])
@@ -191,7 +201,7 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
         print("compute-sanitizer was not found: not run")
         runner.results.sanitizer.append({"tool": None, "note": "compute-sanitizer was not found"})
     if not quick:
-        run_job_tests(runner, limit_s=90)
+        run_job_tests(runner, num_gpus, limit_s=100)
 
 
 def run_on_pairs(runner: Runner, num_gpus: int, sanitizer: Path | None) -> None:
@@ -203,10 +213,10 @@ def run_on_pairs(runner: Runner, num_gpus: int, sanitizer: Path | None) -> None:
     def line(mode: str, pair: list[str]) -> None:
         env = {"CUDA_VISIBLE_DEVICES": ",".join(pair)}
         if mode == "ll":
-            run_tests(runner, size, 150, FORM_TESTS[:1], name="cases", **env)
+            run_tests(runner, size, 150, CASE_TESTS, name="cases", **env)
             run_tests(runner, 1, 60, FEW_TESTS, **env)
         else:
-            run_tests(runner, size, 150, FORM_TESTS[1:], name="forms", **env)
+            run_tests(runner, size, 170, FORM_TESTS, name="forms", **env)
         for tool in () if sanitizer is None else ("memcheck", "synccheck", "racecheck"):
             run_sanitizer(runner, str(sanitizer), tool, mode, size, **env)
 
@@ -254,12 +264,16 @@ def run_tests(
     add_report(runner, report, num_ranks)
 
 
-def run_job_tests(runner: Runner, limit_s: float) -> None:
-    """How jobs end, and what survivors of a rank say."""
+def run_job_tests(runner: Runner, num_gpus: int, limit_s: float) -> None:
+    """How jobs end, and what survivors of a rank say and do."""
+    num_ranks = 4 if num_gpus == 2 else 3  # NVSHMEM wants as many ranks on each GPU
     report = runner.out / "tests_jobs.xml"
     report.unlink(missing_ok=True)
     files = [name for name in JOB_TESTS if (ROOT / name).is_file()]
-    runner.run("tests of jobs", [*PYTEST, *files, "-k", SOME_JOBS, f"--junitxml={report}"], limit_s)
+    runner.run(
+        "tests of jobs", [*PYTEST, *files, "-k", SOME_JOBS, f"--junitxml={report}"], limit_s,
+        CUEP_TEST_JOB_RANKS=str(num_ranks),
+    )  # fmt: skip
     add_report(runner, report, "jobs of several")
 
 
