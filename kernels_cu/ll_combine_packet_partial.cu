@@ -75,9 +75,7 @@ CUEP_LAUNCH_EARLY(kNumThreads, 0)
 constexpr int kSlotPackets = kRowPackets + kNumTopk;  // the row, then {gradient's bits} of each k
 
 CUEP_DEVICE uint4* slot_of(const Params& p, int dst, int bank, int src, int64_t token) {
-    const int peer = (src - dst - 1 + kNumRanks) % kNumRanks;
-    const int64_t at = (static_cast<int64_t>(bank) * kNumPeers + peer) * p.max_tokens + token;
-    return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset) + at * kSlotPackets;
+    return staged_row<kSlotPackets * 16>(p, dst, bank, src, token);
 }
 
 CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {

@@ -93,9 +93,7 @@ CUEP_LAUNCH_EARLY(kNumThreads, 0)
 constexpr int kSlotPackets = kRowPackets + kNumTopk + 1;
 
 CUEP_DEVICE uint4* slot_of(const Params& p, int dst, int bank, int src, int64_t slot) {
-    const int peer = (src - dst - 1 + kNumRanks) % kNumRanks;
-    const int64_t at = (static_cast<int64_t>(bank) * kNumPeers + peer) * p.max_tokens + slot;
-    return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset) + at * kSlotPackets;
+    return staged_row<kSlotPackets * 16>(p, dst, bank, src, slot);
 }
 
 // Stores token t, whose slots are known, at every rank that owns one of its experts.
