@@ -282,14 +282,15 @@ def check_apart(read: View, name: str, written: Rows, what: str) -> None:
     raise ArgumentError(f"{name} lies in {what}")
 
 
-def check_disjoint(read: View, name: str, written: View, what: str) -> None:
-    """The same of arrays of any strides, by the memory from their first to their last element."""
-    (first, end), (first_w, end_w) = _span(read), _span(written)
+def check_disjoint(read: View, name: str, written: tuple[int, int], what: str) -> None:
+    """The same of an array of any strides and of memory from one address to another."""
+    (first, end), (first_w, end_w) = span(read), written
     if first < end_w and first_w < end:
         raise ArgumentError(f"{name} lies in {what}")
 
 
-def _span(view: View) -> tuple[int, int]:
+def span(view: View) -> tuple[int, int]:
+    """From the first element to the end of the last."""
     if 0 in view.shape:
         return 0, 0
     reach = [(size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)]

@@ -74,16 +74,17 @@ class GroupConfig:
         overflow: ht: what happens when a rank would receive more: "raise" (nothing is sent, every rank raises) or
             "drop" (the last rows in the layout's order are left out, the same on every run).
         alignment: ht expert_major: every expert's zone starts at a multiple of this many rows.
-        quant: ll: "fp8_block128" quantises rows while they are sent: Received.tokens are e4m3 values with one scale for
+        quant: "fp8_block128" quantises rows while they are sent: Received.tokens are e4m3 values with one scale for
             each 128 of them (Received.scales); how is in kernels_cu/include/cuep/quant.cuh. hidden must be a multiple
             of 128. "forward": the caller's quantised rows and their scales travel as they are: dispatch(x, scales).
             What combine takes is not quantised. None: rows travel as they are, and there are no scales.
         scale_format: of scales: "fp32", or "ue8m0", powers of two as one byte, the exponent; with "forward" also
             "bf16", "fp16" or "e4m3" (which cuep does not look into).
         scales_per_row: with quant="forward": 0 to H. None: one for each 128 values.
-        scale_layout: of Received.scales: "row_major", or "column_major" as DeepGEMM's grouped GEMMs take them: in each
-            zone the scales of one block of all rows are adjacent, and columns begin 16-byte aligned (the array is a
-            view with such strides). "ue8m0" is packed there: four exponents in an int32, the first in its lowest byte.
+        scale_layout: of Received.scales: "row_major", or (ll) "column_major" as DeepGEMM's grouped GEMMs take them: in
+            each zone the scales of one block of all rows are adjacent, and columns begin 16-byte aligned (the array is
+            a view with such strides). "ue8m0" is packed there: four exponents in an int32, the first in its lowest
+            byte. In ht, and in ll with in_place, values and scales of a row lie together, so both arrays are strided.
         combine_quant: ll: how combine's rows travel home; hidden must be a multiple of 128. None: as they are.
             "logfmt10": 10 bits a value, the logarithm of its size in 511 levels between the largest and the smallest of
             each 128 values (DeepSeek's LogFMT), 8 bytes more for each 128: two thirds of a bfloat16 row.
@@ -262,9 +263,8 @@ class GroupConfig:
         given = f"with quant={self.quant!r}"
         is_forward = self.quant == "forward"
         self._choose("scale_format", tuple(_SCALE_DTYPES if is_forward else _QUANT_SCALES), given)
-        self._choose("scale_layout", ("row_major", "column_major"))
-        if self.quant is not None:
-            _require(self.mode == "ll", "quant", self.quant, "None with mode='ht'")
+        by_column = ("column_major",) if self.mode == "ll" else ()
+        self._choose("scale_layout", ("row_major", *by_column), f"with mode={self.mode!r}")
         if self.scales_per_row is not None:
             _require(is_forward, "scales_per_row", self.scales_per_row, f"None {given}")
             number = 0 if self.scales_per_row == 0 else _count(self.scales_per_row, "scales_per_row", self.hidden)

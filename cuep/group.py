@@ -199,10 +199,14 @@ class Group:
         return self.arena.offsets["in_place"] + (handle.serial - 1) * each
 
     def in_place_arrays(self, handle: Handle) -> dict[str, Array]:
-        """Its tokens and scales there: a row's scales lie behind its values."""
+        """Its tokens and scales there."""
+        begin, num_bytes = self.in_place_offset(handle), layout.in_place_bytes(self.cfg, self.num_ranks)
+        rows = self.memory.bytes[begin : begin + num_bytes]
+        return self.parts_of_rows(rows.reshape(self.num_ranks, self.cfg.max_tokens_per_rank, -1))
+
+    def parts_of_rows(self, rows: Array) -> dict[str, Array]:
+        """Tokens and scales of rows as they travel, uint8 [..., sent_row_bytes]."""
         cfg, backend = self.cfg, self.world.backend
-        begin, num_bytes = self.in_place_offset(handle), layout.in_place_bytes(cfg, self.num_ranks)
-        rows = self.memory.bytes[begin : begin + num_bytes].reshape(self.num_ranks, cfg.max_tokens_per_rank, -1)
         found = {"tokens": rows.view(backend.array_dtype(layout.dtype_of(cfg.recv_dtype)))[..., : cfg.columns]}
         if cfg.num_scales:
             first = cfg.recv_row_bytes // cfg.scale_bytes

@@ -463,11 +463,15 @@ class Handle:
         arrays.check_matrix(x, "x", self.num_rows, cfg.columns, arrays.allowed_dtypes(cfg.array_dtype))
         arrays.check_rows(x, "x", cfg.row_bytes)
         self._check_scales(scales, out)
-        if cfg.num_scales and (cfg.scale_layout == "column_major" or self.is_in_place):
-            what = "in_place with scales" if self.is_in_place else "scale_layout='column_major'"
+        if cfg.num_scales and (cfg.scale_layout == "column_major" or self.is_in_place or cfg.mode == "ht"):
+            what = f"mode={cfg.mode!r}, quant={cfg.quant!r} with rows and scales in one place or by columns"
             arrays.check_takes_strides(x, "x", group.world.backend, what)
         self._check_send_only(send_only)
         group.mode.prepare_dispatch(self, out)
+        if scales is not None and cfg.mode == "ht":
+            begin, num_rows, stride, _ = self.state.recv_rows
+            own_rows = "this handle's own receive buffer, which its dispatch writes"
+            arrays.check_disjoint(scales, "scales", (begin, begin + num_rows * stride), own_rows)
         if out is not None:
             arrays.check_apart(x, "x", arrays.rows_of(out), "out, which dispatch writes")
         own = "this handle's own Received.tokens, which its dispatch writes"
@@ -488,11 +492,13 @@ class Handle:
             raise ArgumentError(
                 f"scales must be aligned to their elements, got address {scales.address:#x}, strides {scales.strides}"
             )
-        own = arrays.view(self.arrays["scales"], "scales", self._group.world.backend)
-        arrays.check_disjoint(scales, "scales", own, "this handle's own Received.scales, which its dispatch writes")
-        tokens = arrays.view(self.arrays["tokens"], "tokens", self._group.world.backend) if out is None else out
-        what = "this handle's own Received.tokens" if out is None else "out"
-        arrays.check_disjoint(scales, "scales", tokens, f"{what}, which dispatch writes")
+        for name in ("tokens", "scales", "out_scales"):
+            if name in self.arrays:
+                own = arrays.view(self.arrays[name], name, self._group.world.backend)
+                what = f"this handle's own Received.{name.removeprefix('out_')}, which its dispatch writes"
+                arrays.check_disjoint(scales, "scales", arrays.span(own), what)
+        if out is not None:
+            arrays.check_disjoint(scales, "scales", arrays.span(out), "out, which dispatch writes")
 
     def _combine_call(
         self, expert_out: arrays.View, topk_weights: Any, bias: Any, row_weight_grads: Any, out: Any

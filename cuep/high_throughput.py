@@ -10,10 +10,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cuep import layout
-from cuep.arrays import Rows, View, check_rows
+from cuep.arrays import Rows, View, allowed_dtypes, check_rows
 from cuep.backend import Array, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
-from cuep.launching import CombineCall, KernelSpec, elem_type, load_kernels, set_combine, set_count
+from cuep.launching import (
+    CombineCall,
+    KernelSpec,
+    elem_type,
+    load_kernels,
+    sent_row,
+    set_combine,
+    set_count,
+    set_scales,
+)
 from cuep.params import Constant, FastRecord
 
 if TYPE_CHECKING:
@@ -23,7 +32,7 @@ if TYPE_CHECKING:
 _ROUTE_BLOCKS = 8  # one places rows, one counts experts, the others copy
 _SMEM_BYTES = 200 * 1024  # of a block, for rows in flight, where the GPU has that much
 _STATIC_SMEM_BYTES = 2048  # left for everything else
-_RECV_FIELDS = ("tokens", "topk_idx", "topk_weights", "source")  # of a receive buffer (flat)
+_RECV_FIELDS = ("topk_idx", "topk_weights", "source")  # of a receive buffer (flat), beside rows
 
 
 @dataclass
@@ -66,11 +75,12 @@ class HighThroughput:
             "kNumExperts": cfg.num_experts,
             "kNumTopk": cfg.num_topk,
         }
-        sent = routing | {"kRowBytes": cfg.row_bytes}
+        sent = routing | sent_row(cfg)
         returned = routing | {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
         smem_bytes = group.world.backend.max_smem_bytes
         route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
-        out = _pipeline(cfg.row_bytes, "kNumWarps" if self._is_flat else "kNumSendWarps", 4, 3, smem_bytes)
+        room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
+        out = _pipeline(room, "kNumWarps" if self._is_flat else "kNumSendWarps", 4, 3, smem_bytes)
         home = _pipeline(cfg.combine_row_bytes, "kNumPushWarps", 7, 2, smem_bytes) if self._is_flat else {}
         self._route, self._dispatch, self._combine = load_kernels(
             group,
@@ -112,7 +122,7 @@ class HighThroughput:
         """
         group, state = self._group, handle.state
         if out is not None:
-            self._check_rows(out, "out", group.cfg.dtype, group.cfg.row_bytes)
+            self._check_rows(out, "out", group.cfg.recv_dtype, group.cfg.columns, group.cfg.recv_row_bytes)
         if state.lease is None or not state.lease.is_held:
             if not self._free_buffers:
                 raise ArgumentError(
@@ -121,25 +131,25 @@ class HighThroughput:
                 )
             state.lease = Lease(self._free_buffers)
             state.is_lease_kept = out is None
-            num_bytes = self._max_rows * group.cfg.row_bytes
+            num_bytes = self._max_rows * group.cfg.sent_row_bytes
             first = group.memory.address + group.arena.offsets["recv_tokens"] + state.lease.buffer * num_bytes
-            state.recv_rows = (first, self._max_rows, group.cfg.row_bytes, group.cfg.row_bytes)
+            state.recv_rows = (first, self._max_rows, group.cfg.sent_row_bytes, group.cfg.sent_row_bytes)
             state.dispatch["buffer"] = state.lease.buffer
         state.is_lease_kept |= out is None
 
     def dispatch(
         self, handle: Handle, x: View, scales: View | None, out: View | None, stream: Stream, *, send_only: bool
     ) -> int:
-        assert scales is None  # GroupConfig refuses quant in this mode
         state, record = handle.state, handle.state.dispatch
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
+        set_scales(record, scales)
         record["out"] = 0 if out is None else out.address
         record["out_stride"] = 0 if out is None else out.strides[0]
         record["out_rows"] = 0 if out is None else out.shape[0]
         set_count(record, handle)
         state.is_out = out is not None
-        ticket = self._dispatch.launch(record, stream, handle.arrays, x, out)
+        ticket = self._dispatch.launch(record, stream, handle.arrays, x, scales, out)
         if not state.is_lease_kept:
             state.is_lease_kept = stream.is_capturing()  # each replay of the graph receives into this buffer
             self._drop_lease(handle)
@@ -154,7 +164,7 @@ class HighThroughput:
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         cfg = self._group.cfg
-        self._check_rows(expert_out, "expert_out", str(cfg.combine_dtype), cfg.combine_row_bytes)
+        self._check_rows(expert_out, "expert_out", str(cfg.combine_dtype), cfg.hidden, cfg.combine_row_bytes)
 
     def row_weight_grads_shape(self, handle: Handle) -> tuple[int | None, ...]:
         """Of combine's row_weight_grads; None: at least as many as rows were received."""
@@ -182,18 +192,25 @@ class HighThroughput:
             fields["topk_weights"] = handle.arrays["row_weights"]
         if handle.state.is_out:
             if self._is_flat:
-                fields |= {name: handle.arrays[f"out_{name}"] for name in _RECV_FIELDS if name != "tokens"}
+                fields |= {name: handle.arrays[f"out_{name}"] for name in _RECV_FIELDS}
+            if "out_scales" in handle.arrays:
+                fields["scales"] = handle.arrays["out_scales"]
         else:
-            for name in _RECV_FIELDS if self._is_flat else ("tokens",):
-                fields[name] = self._received_region(name, handle.state.lease.buffer)
+            buffer = handle.state.lease.buffer
+            fields |= self._received_rows(buffer)
+            if self._is_flat:
+                fields |= {name: self._received_region(name, buffer) for name in _RECV_FIELDS}
         if not handle.has_weights:
             fields.pop("topk_weights", None)
         return fields
 
+    def _received_rows(self, buffer: int) -> dict[str, Array]:
+        rows = self._group.region("recv_tokens").reshape(self._group.cfg.num_buffers, self._max_rows, -1)
+        return self._group.parts_of_rows(rows[buffer])
+
     def _received_region(self, name: str, buffer: int) -> Array:
         group, cfg = self._group, self._group.cfg
         shape, dtype = {
-            "tokens": ((cfg.hidden,), cfg.dtype),
             "topk_idx": ((cfg.num_topk,), "int32"),
             "topk_weights": ((cfg.num_topk,), "float32"),
             "source": ((2,), "int32"),
@@ -201,12 +218,12 @@ class HighThroughput:
         rows = group.region(f"recv_{name}").view(layout.dtype_of(dtype))
         return rows.reshape(cfg.num_buffers, self._max_rows, *shape)[buffer]
 
-    def _check_rows(self, rows: View, name: str, dtype: str, row_bytes: int) -> None:
-        hidden = self._group.cfg.hidden
-        if rows.dtype != dtype:
-            raise ArgumentTypeError(f"{name} has dtype {rows.dtype}, allowed: {dtype}")
-        if len(rows.shape) != 2 or rows.shape[1] != hidden:
-            raise ArgumentError(f"{name} has shape {list(rows.shape)}, allowed: [rows, {hidden}]")
+    def _check_rows(self, rows: View, name: str, dtype: str, columns: int, row_bytes: int) -> None:
+        allowed = allowed_dtypes(dtype)
+        if rows.dtype not in allowed:
+            raise ArgumentTypeError(f"{name} has dtype {rows.dtype}, allowed: {', '.join(allowed)}")
+        if len(rows.shape) != 2 or rows.shape[1] != columns:
+            raise ArgumentError(f"{name} has shape {list(rows.shape)}, allowed: [rows, {columns}]")
         check_rows(rows, name, row_bytes)
 
     def _drop_lease(self, handle: Handle) -> None:
@@ -222,6 +239,7 @@ class HighThroughput:
         own = group.handle_values(handle) | {"high_water": group.workspace_address("high_water")}
         cfg = group.cfg
         own |= {"max_tokens": cfg.max_tokens_per_rank, "max_rows": self._max_rows, "alignment": cfg.alignment}
+        own = {"out_scales": 0} | own  # where rows have none
         own |= {"is_drop": cfg.overflow == "drop", "is_global_ids": cfg.expert_ids == "global"}
         recv = {f"{name.removeprefix('recv_')}_offset": at for name, at in offsets.items() if name.startswith("recv_")}
         route, dispatch, combine = (

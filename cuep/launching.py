@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cuep import jit, layout
 from cuep.arrays import View
 from cuep.backend import Array, Stream
+from cuep.config import GroupConfig
 from cuep.errors import ArgumentError, CompileError
 from cuep.kernel import Kernel
 from cuep.params import Constant, FastRecord
@@ -91,6 +92,26 @@ def _pair(values: list[int]) -> tuple[int, int]:
 def elem_type(dtype: str) -> str:
     """The C++ name of an element type."""
     return _ELEM_TYPES[dtype]
+
+
+def sent_row(cfg: GroupConfig) -> dict[str, Constant]:
+    """Constants of a dispatch kernel about its rows: what they are and become (sent_row.cuh)."""
+    return {
+        "kRowBytes": cfg.sent_row_bytes,
+        "kSrcBytes": cfg.row_bytes,
+        "kTokenBytes": cfg.recv_row_bytes,
+        "kQuant": cfg.quantised_scale_bytes,
+        "kNumScales": cfg.scale_columns,
+        "kScaleBytes": cfg.scale_bytes,
+        "src_t": elem_type(cfg.dtype if cfg.quantised_scale_bytes else "bfloat16"),  # matters where it is quantised
+    }
+
+
+def set_scales(record: FastRecord, scales: View | None) -> None:
+    """Where dispatch finds the caller's scales, if there are any."""
+    if scales is not None:
+        record["x_scales"] = scales.address
+        record["x_scales_row_stride"], record["x_scales_stride"] = scales.strides
 
 
 def threads_for(num_vecs: int, most: int = 512) -> int:

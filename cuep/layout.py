@@ -120,7 +120,7 @@ def _ht_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     buffers, rows, topk = cfg.num_buffers, max_recv_rows(cfg, num_ranks), cfg.num_topk
     messages = num_ranks * cfg.max_tokens_per_rank
     is_flat = cfg.layout == "flat"
-    regions = {"recv_tokens": Region(buffers * rows * cfg.row_bytes)}
+    regions = {"recv_tokens": Region(buffers * rows * cfg.sent_row_bytes)}
     if is_flat:
         regions |= {
             "recv_topk_idx": Region(buffers * rows * topk * 4),
@@ -185,12 +185,13 @@ def handle_arrays(cfg: GroupConfig, num_ranks: int, *, is_in_place: bool = False
 def _ht_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     tokens, topk, rows = cfg.max_tokens_per_rank, cfg.num_topk, max_recv_rows(cfg, num_ranks)
     local_experts = cfg.num_experts // num_ranks
-    shapes: Shapes = {
+    scales: Shapes = {"out_scales": ((rows, cfg.scale_columns), cfg.scale_dtype)} if cfg.num_scales else {}
+    shapes = scales | {
         "rows": ((tokens, num_ranks), "int32"),
         "send_base": ((num_ranks,), "int32"),
         "recv_base": ((num_ranks + 1,), "int32"),
     }
-    if cfg.layout == "flat":  # the last three: what dispatch(out=) brings beside the caller's rows
+    if cfg.layout == "flat":  # the last three, and scales: what dispatch(out=) brings beside the caller's rows
         return shapes | {
             "src_rank_counts": ((num_ranks,), "int32"),
             "out_topk_idx": ((rows, topk), "int32"),

@@ -19,8 +19,10 @@ from cuep.launching import (
     changed,
     elem_type,
     load_kernels,
+    sent_row,
     set_combine,
     set_count,
+    set_scales,
     threads_for,
 )
 from cuep.params import Constant, FastRecord
@@ -60,16 +62,9 @@ class LowLatency:
             "kNumExperts": cfg.num_experts,
             "kNumTopk": cfg.num_topk,
         }
-        rows_out: dict[str, Constant] = {
-            "kRowBytes": cfg.sent_row_bytes,
-            "kSrcBytes": cfg.row_bytes,
-            "kTokenBytes": cfg.recv_row_bytes,
-            "kQuant": cfg.quantised_scale_bytes,
-            "kNumScales": cfg.scale_columns,
-            "kScaleBytes": cfg.scale_bytes,
+        rows_out = sent_row(cfg) | {
             "kHasInPlace": cfg.in_place > 0,
             "kHasScaleColumns": cfg.num_scales > 0 and cfg.scale_layout == "column_major",
-            "src_t": elem_type(cfg.dtype if cfg.quantised_scale_bytes else "bfloat16"),  # matters where it is quantised
         }
         rows_home: dict[str, Constant] = {
             "kRowBytes": cfg.combine_row_bytes,
@@ -130,9 +125,7 @@ class LowLatency:
         record["routing"] = handle.routing
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
-        if scales is not None:
-            record["x_scales"] = scales.address
-            record["x_scales_row_stride"], record["x_scales_stride"] = scales.strides
+        set_scales(record, scales)
         record["is_send"], record["is_receive"] = True, not send_only
         set_count(record, handle, count)
         ticket = self._dispatch.launch(record, stream, handle.arrays, x, scales, out, idx, weights, count)

@@ -13,17 +13,23 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumWarps = 4, kNumStages = 3;
+constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
+using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 src_t=cuep::bf16_t
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 src_t=float
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t
 CUEP_TUNABLE(kNumWarps, 4, 2);
 CUEP_TUNABLE(kNumStages, 3, 2);
+#include <cuep/ht_source.cuh>
 
 using namespace cuep;
 
 struct Params {
     uint8_t* arena[kNumRanks];    // symmetric memory of every rank; offsets below are bytes into it
-    int64_t tokens_offset;        // [num_buffers, max_rows] rows
+    int64_t tokens_offset;        // [num_buffers, max_rows] rows of kRowBytes
     int64_t topk_idx_offset;      // int32 [num_buffers, max_rows, kNumTopk]: expert of the receiver or -1
     int64_t topk_weights_offset;  // float [num_buffers, max_rows, kNumTopk]
     int64_t source_offset;        // int32 [num_buffers, max_rows, 2]: rank, token
@@ -31,8 +37,12 @@ struct Params {
     int64_t arrived_offset;  // uint64 [kNumRanks]: epoch; all rows of this peer are here
     const uint8_t* x;        // [num_tokens] rows, x_stride bytes apart
     int64_t x_stride;
+    const uint8_t* x_scales;  // the caller's scales, [num_tokens, kNumScales] of kScaleBytes, where rows come with them
+    int64_t x_scales_row_stride;  // bytes between the scales of two tokens
+    int64_t x_scales_stride;      // bytes between two scales of a token
     uint8_t* out;  // null, or [out_rows] rows, out_stride bytes apart: rows go there as well, and what belongs to them
     int64_t out_stride;       // to the next three
+    uint8_t* out_scales;      // null, or [max_rows, kNumScales] of kScaleBytes: those of the rows in out
     int32_t* out_topk_idx;    // [max_rows, kNumTopk]
     float* out_topk_weights;  // [max_rows, kNumTopk]
     int32_t* out_source;      // [max_rows, 2]
@@ -60,7 +70,7 @@ struct Params {
 
 constexpr int kNumThreads = kNumWarps * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
-using Pipe = RowPipe<kRowBytes, kNumStages>;
+using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
 static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
@@ -96,7 +106,8 @@ CUEP_DEVICE void send_rows(const Params& p, const uint32_t* buffers, Pipe& pipe)
         kept_tokens_of(p),
         [&](int t) { return p.x + t * p.x_stride; },
         [&](int t) { return lane < kNumRanks ? p.rows[static_cast<int64_t>(t) * kNumRanks + lane] : -1; },
-        [&](int, int32_t rows, const uint8_t* staged) {
+        [&](int t, int32_t rows, uint8_t* staged) {
+            finish_row(p, t, staged);
 #pragma unroll
             for (int i = 1; i <= kNumRanks; i++) {
                 const int dst = (p.rank + i) % kNumRanks;
@@ -122,13 +133,19 @@ CUEP_DEVICE void copy_out(const Params& p, int num_rows, Pipe& pipe) {
     const float* weights = at_row<float>(p, p.topk_weights_offset, p.rank, p.buffer, 0, kNumTopk);
     const int32_t* source = at_row<int32_t>(p, p.source_offset, p.rank, p.buffer, 0, 2);
     clear_tail(p.out_topk_idx, p.out_topk_weights, num_rows, p.max_rows);
-    pipe.move(
+    pipe.move<kRowBytes>(
         warp_idx() * gridDim.x + blockIdx.x,
         gridDim.x * kNumWarps,
         num_rows,
         [&](int row) { return at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, row, kRowBytes); },
         [&](int row) { return int64_t{row}; },
-        [&](int, int64_t row, const uint8_t* staged) { bulk_store(p.out + row * p.out_stride, staged, kRowBytes); },
+        [&](int, int64_t row, const uint8_t* staged) {
+            bulk_store(p.out + row * p.out_stride, staged, kTokenBytes);
+            if constexpr (kHasScales) {
+                copy_scales(p, staged, row);
+                fence_proxy_async_shared();
+            }
+        },
         [&](int, int64_t row) {
             for (int k = lane; k < kNumTopk; k += 32) {
                 p.out_topk_idx[row * kNumTopk + k] = ids[row * kNumTopk + k];

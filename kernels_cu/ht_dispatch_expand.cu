@@ -15,25 +15,35 @@
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
 constexpr int kNumSendWarps = 4, kNumReceiveWarps = 12, kNumStages = 3;
+constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
+using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 src_t=cuep::bf16_t
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 src_t=float
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t
 CUEP_TUNABLE(kNumSendWarps, 4, 1);
 CUEP_TUNABLE(kNumReceiveWarps, 12, 1);
 CUEP_TUNABLE(kNumStages, 3, 2);
+#include <cuep/ht_source.cuh>
 
 using namespace cuep;
 
 struct Params {
     uint8_t* arena[kNumRanks];  // symmetric memory of every rank; offsets below are bytes into it
-    int64_t tokens_offset;      // [num_buffers, max_rows] rows
+    int64_t tokens_offset;      // [num_buffers, max_rows] rows of kRowBytes
     int64_t headers_offset;     // int2 [messages, kNumTopk]: slot or -1, bits of the weight
     int64_t flags_offset;       // uint64 [messages]: epoch, token
     int64_t ready_offset;  // uint64 [kReadyBanks, kNumRanks]: epoch, buffer that this peer receives into, or kRefused
     const uint8_t* x;      // [num_tokens] rows, x_stride bytes apart
     int64_t x_stride;
-    uint8_t* out;  // null, or [out_rows] rows, out_stride bytes apart: rows are wanted there
+    const uint8_t* x_scales;  // the caller's scales, [num_tokens, kNumScales] of kScaleBytes, where rows come with them
+    int64_t x_scales_row_stride;  // bytes between the scales of two tokens
+    int64_t x_scales_stride;      // bytes between two scales of a token
+    uint8_t* out;                 // null, or [out_rows] rows, out_stride bytes apart: rows are wanted there
     int64_t out_stride;
+    uint8_t* out_scales;            // null, or [max_rows, kNumScales] of kScaleBytes: those of the rows in out
     const int32_t* slots;           // [max_tokens, kNumTopk]: row of a pair at its expert's rank, or -1
     const int32_t* rows;            // [max_tokens, kNumRanks]: message at each rank, or -1
     const int32_t* ids;             // [max_tokens, kNumTopk]
@@ -62,9 +72,8 @@ struct Params {
 
 constexpr int kNumThreads = (kNumSendWarps + kNumReceiveWarps) * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
-constexpr int kRowVecs = kRowBytes / 16;
 constexpr int kVecsInFlight = 4;  // pieces of a row that a lane of a receive warp reads at once
-using Pipe = RowPipe<kRowBytes, kNumStages>;
+using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
 using Messages = PeerWalk<kNumRanks, kNumRanks>;
 static_assert(kNumThreads > kNumRanks, "one thread for each rank and one more read recv_base");
 CUEP_LAUNCH(kNumThreads, kNumSendWarps* Pipe::kSmemBytes)
@@ -90,7 +99,8 @@ struct TokenWalk {
 };
 
 // The row of token t, and a header, to each of its ranks. The whole warp calls.
-CUEP_DEVICE void send_token(const Params& p, const uint32_t* buffers, const TokenWalk& walk, const uint8_t* staged) {
+CUEP_DEVICE void send_token(const Params& p, const uint32_t* buffers, const TokenWalk& walk, uint8_t* staged) {
+    finish_row(p, walk.t, staged);
     const int lane = lane_idx();
     const int64_t at = static_cast<int64_t>(walk.t) * kNumTopk + lane;
     const int32_t id = lane < kNumTopk ? p.ids[at] : -1, slot = id < 0 ? -1 : p.slots[at];
@@ -120,7 +130,7 @@ CUEP_DEVICE void send_rows(const Params& p, const Operation& op, const uint32_t*
     pipe.move_and_tell(
         first,
         [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
-        [&](const TokenWalk& walk, const uint8_t* staged) { send_token(p, buffers, walk, staged); },
+        [&](const TokenWalk& walk, uint8_t* staged) { send_token(p, buffers, walk, staged); },
         [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_message
             const int32_t message = walk.message(p);
             if (message >= 0) {
@@ -129,9 +139,10 @@ CUEP_DEVICE void send_rows(const Params& p, const Operation& op, const uint32_t*
         });
 }
 
-// Row `from` to the row of each lane in `to`. The whole warp calls.
-CUEP_DEVICE void copy_row(
-    const Params& p, const uint8_t* from, uint8_t* base, int64_t stride, int32_t slot, uint32_t to) {
+// The first kBytes of row `from` to the row of each lane in `to`. The whole warp calls.
+template <int kBytes>
+CUEP_DEVICE void copy_row(const uint8_t* from, uint8_t* base, int64_t stride, int32_t slot, uint32_t to) {
+    constexpr int kRowVecs = kBytes / 16;
     const uint4* source = reinterpret_cast<const uint4*>(from);
     for (int first_vec = lane_idx(); first_vec - lane_idx() < kRowVecs; first_vec += 32 * kVecsInFlight) {
         uint4 v[kVecsInFlight];
@@ -179,12 +190,15 @@ CUEP_DEVICE bool receive_message(const Params& p, const Operation& op, const Mes
     if (missing == 0) return true;
     const int32_t first = __shfl_sync(0xffffffffu, slot, __ffs(static_cast<int>(filled)) - 1);
     uint8_t* rows = at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, 0, kRowBytes);
-    copy_row(p,
-             rows + static_cast<int64_t>(first) * kRowBytes,
-             is_out ? p.out : rows,
-             is_out ? p.out_stride : kRowBytes,
-             slot,
-             missing);
+    const uint8_t* row = rows + static_cast<int64_t>(first) * kRowBytes;
+    if (!is_out) {
+        copy_row<kRowBytes>(row, rows, kRowBytes, slot, missing);
+        return true;
+    }
+    copy_row<kTokenBytes>(row, p.out, p.out_stride, slot, missing);
+    for (uint32_t rest = kHasScales ? missing : 0; rest != 0; rest &= rest - 1) {
+        copy_scales(p, row, __shfl_sync(0xffffffffu, slot, __ffs(static_cast<int>(rest)) - 1));
+    }
     return true;
 }
 

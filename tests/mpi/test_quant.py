@@ -193,5 +193,3 @@ def test_settings_that_do_not_fit() -> None:
     ):
         with pytest.raises(cuep.ArgumentError, match=match):
             quant_config("exact", **changes)
-    with pytest.raises(cuep.ArgumentError, match="quant='fp8_block128' is not allowed; allowed: None with mode='ht'"):
-        config("ht", quant="fp8_block128")

@@ -2,24 +2,11 @@
 // and the slots that carry a row to a peer. Made of the kernel's constants: include it behind them.
 #pragma once
 #include <cuep/ll.cuh>
-#include <cuep/quant.cuh>
+#include <cuep/sent_row.cuh>
 #include <cuep/topk.cuh>
 
 namespace cuep {
 
-// A row as it travels: kTokenBytes of values, then kNumScales scales of kScaleBytes each, if it has any. The values are
-// those of x, and the scales the caller's, or (kQuant) both are made here: e4m3, and kQuant bytes for each block, which
-// are packed by four where kScaleBytes is 4 and kQuant 1.
-constexpr bool kIsQuant = kQuant > 0;
-constexpr bool kHasScales = kNumScales > 0;
-constexpr int kHidden = kSrcBytes / static_cast<int>(sizeof(src_t));  // where it is quantised
-constexpr int kNumBlocks = kHidden / kQuantBlock;
-static_assert(!kIsQuant || (kHidden % kQuantBlock == 0 && kTokenBytes == kHidden), "values");
-static_assert(!kIsQuant || kNumScales * kScaleBytes >= kNumBlocks * kQuant, "scales");
-static_assert(kIsQuant || kTokenBytes == kSrcBytes, "values");
-static_assert(kTokenBytes % 16 == 0 && kRowBytes >= kTokenBytes + kNumScales * kScaleBytes, "row");
-static_assert(kScaleBytes == 1 || kScaleBytes == 2 || kScaleBytes == 4, "a scale lies in one word");
-constexpr int kSrcVecs = kSrcBytes / 16;
 constexpr int kSrcPerThread = (kSrcVecs + kNumThreads - 1) / kNumThreads;
 
 // A token on its way out.
@@ -116,24 +103,6 @@ CUEP_DEVICE bool is_new_routing(const Params& p) {
     return p.topk_idx != reinterpret_cast<const uint8_t*>(p.ids);
 }
 
-// A word of token t's scales as they travel; beyond them it is 0. The caller's may lie in any order.
-template <class Params>
-CUEP_DEVICE uint32_t load_scales(const Params& p, int t, int word) {
-    const uint8_t* scales = p.x_scales + t * p.x_scales_row_stride;
-    constexpr int kPerWord = 4 / kScaleBytes;
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < kPerWord; i++) {
-        const int scale = word * kPerWord + i;
-        if (scale >= kNumScales) continue;
-        const uint8_t* at = scales + scale * p.x_scales_stride;
-        if constexpr (kScaleBytes == 4) bits = load_streaming(reinterpret_cast<const uint32_t*>(at));
-        if constexpr (kScaleBytes == 2) bits |= uint32_t{*reinterpret_cast<const uint16_t*>(at)} << (16 * i);
-        if constexpr (kScaleBytes == 1) bits |= uint32_t{*at} << (8 * i);
-    }
-    return bits;
-}
-
 // A piece of token t as it travels, where it is not quantised.
 template <class Params>
 CUEP_DEVICE uint4 load_sent(const Params& p, int t, int piece) {
@@ -178,35 +147,13 @@ CUEP_DEVICE void load_token(const Params& p, int t, Token& token) {
 // Quantises a token into shared memory. Whole warps: the values of a block lie with 16 or 32 lanes next to one another.
 CUEP_DEVICE void stage(const Token& token, Staging& staging) {
     if constexpr (kIsQuant) {
-        constexpr int kPerSource = kPerVec<src_t>, kLanes = kQuantBlock / kPerSource;
         static_assert(kNumThreads % kWarpSize == 0, "all lanes take part in a block's maximum");
         uint8_t* bytes = reinterpret_cast<uint8_t*>(staging.row);
 #pragma unroll
         for (int j = 0; j < kSrcPerThread; j++) {
             const int vec = threadIdx.x + j * kNumThreads;
-            float x[kPerSource];
-            unpack<src_t>(token.source[j], x);
-            uint32_t amax = 0;
-#pragma unroll
-            for (int i = 0; i < kPerSource; i++) amax = max(amax, detail::float_word(x[i]) & 0x7fffffffu);
-#pragma unroll
-            for (int d = kLanes / 2; d > 0; d /= 2) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, d));
-            const Scale scale = scale_of<kQuant == 1>(amax);
-            if (vec >= kSrcVecs) continue;
-#pragma unroll
-            for (int i = 0; i < kPerSource; i += 4) {
-                float q[4];
-#pragma unroll
-                for (int c = 0; c < 4; c++) q[c] = __fmul_rn(x[i + c], scale.inverse);
-                *reinterpret_cast<uint32_t*>(bytes + vec * kPerSource + i) = pack_e4m3(q[0], q[1], q[2], q[3]);
-            }
-            if (lane_idx() % kLanes != 0) continue;
-            uint8_t* stored = bytes + kHidden + vec / kLanes * kQuant;
-            if constexpr (kQuant == 4) {
-                *reinterpret_cast<uint32_t*>(stored) = scale.bits;
-            } else {
-                *stored = static_cast<uint8_t>(scale.bits);
-            }
+            const Quantised quantised = quantise(token.source[j]);
+            if (vec < kSrcVecs) store_quantised(bytes, bytes + kHidden, vec, quantised);
         }
         constexpr int kUsed = kNumBlocks * kQuant, kUnused = kNumScales * kScaleBytes - kUsed;
         if (static_cast<int>(threadIdx.x) < kUnused) bytes[kHidden + kUsed + threadIdx.x] = 0;

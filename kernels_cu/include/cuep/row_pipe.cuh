@@ -6,10 +6,11 @@
 
 namespace cuep {
 
-template <int kRowBytes, int kNumStages>
+// kRoom: of shared memory for a row, where it becomes more than was loaded.
+template <int kRowBytes, int kNumStages, int kRoom = kRowBytes>
 struct RowPipe {
     static_assert(kNumStages >= 2 && kNumStages <= 32, "a row is loaded while the one before it is stored");
-    static constexpr int kStageBytes = (kRowBytes + 127) / 128 * 128;
+    static constexpr int kStageBytes = (kRoom + 127) / 128 * 128;
     static constexpr int kSmemBytes = kNumStages * (kStageBytes + 8);  // of one warp
 
     uint8_t* stages;
@@ -27,7 +28,10 @@ struct RowPipe {
 
     CUEP_DEVICE uint8_t* stage_at(int stage) const { return stages + stage * kStageBytes; }
 
-    CUEP_DEVICE void load(int stage, const uint8_t* row) { bulk_load(stage_at(stage), row, kRowBytes, loaded + stage); }
+    template <int kBytes = kRowBytes>
+    CUEP_DEVICE void load(int stage, const uint8_t* row) {
+        bulk_load(stage_at(stage), row, kBytes, loaded + stage);
+    }
 
     CUEP_DEVICE void wait(int stage) {
         mbarrier_wait(loaded + stage, parity >> stage & 1u);
@@ -40,10 +44,11 @@ struct RowPipe {
     // Moves rows i = first, first + step, ... below end, kNumStages - 1 of them loaded ahead. source(i) is where row i
     // lies; plan(i) works out where it goes while it is on its way; store(i, plan, row) starts its bulk stores; and
     // beside(i, plan) has the time in which they run. When it returns all rows are where they go, not only read.
-    template <class Source, class Plan, class Store, class Beside>
+    template <int kBytes = kRowBytes, class Source, class Plan, class Store, class Beside>
     CUEP_DEVICE void move(int first, int step, int end, Source source, Plan plan, Store store, Beside beside) {
         int next = first;
-        for (int stage = 0; stage < kNumStages - 1 && next < end; stage++, next += step) load(stage, source(next));
+        for (int stage = 0; stage < kNumStages - 1 && next < end; stage++, next += step)
+            load<kBytes>(stage, source(next));
         int stage = 0;
         for (int i = first; i < end; i += step) {
             const auto where = plan(i);
@@ -53,7 +58,7 @@ struct RowPipe {
             beside(i, where);
             if (next < end) {
                 bulk_wait_read<1>();  // the stage that is refilled was stored one row ago
-                load(before(stage), source(next));
+                load<kBytes>(before(stage), source(next));
                 next += step;
             }
             stage = after(stage);

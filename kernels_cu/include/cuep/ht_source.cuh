@@ -1,0 +1,60 @@
+// Rows of x on their way out of a high-throughput dispatch: a warp has one in shared memory, as it was, and makes of it
+// what travels. Made of the kernel's constants: include it behind them.
+#pragma once
+#include <cuep/bulk.cuh>
+#include <cuep/sent_row.cuh>
+
+namespace cuep {
+
+// Shared memory for a row: what is loaded, and behind it the scales until all of it has been read.
+constexpr int kStageRoom = kIsQuant ? kSrcBytes + kNumBlocks * kQuant : kRowBytes;
+
+// Values in place of the row, scales behind them. A piece of 16 bytes leaves at most 8, so what is written over has
+// been read, by this turn at the latest.
+CUEP_DEVICE void quantise_row(uint8_t* row) {
+    const int lane = lane_idx();
+    uint8_t* scales = row + kSrcBytes;
+#pragma unroll 1
+    for (int first = 0; first < kSrcVecs; first += kWarpSize) {
+        const int vec = first + lane;
+        uint4 source = make_uint4(0, 0, 0, 0);
+        if (vec < kSrcVecs) source = reinterpret_cast<const uint4*>(row)[vec];
+        const Quantised quantised = quantise(source);
+        __syncwarp();
+        if (vec < kSrcVecs) store_quantised(row, scales, vec, quantised);
+    }
+    __syncwarp();
+    for (int i = lane; i < kRowBytes - kHidden; i += kWarpSize) {
+        row[kHidden + i] = i < kNumBlocks * kQuant ? scales[i] : 0;
+    }
+}
+
+// Token t, of which the first kSrcBytes have been loaded, becomes a row as it travels. The whole warp calls, before the
+// bulk stores.
+template <class Params>
+CUEP_DEVICE void finish_row(const Params& p, int t, uint8_t* row) {
+    if constexpr (!kHasScales) return;
+    if constexpr (kIsQuant) {
+        quantise_row(row);
+    } else {
+        uint32_t* scales = reinterpret_cast<uint32_t*>(row + kTokenBytes);
+        constexpr int kWords = (kRowBytes - kTokenBytes) / 4;
+        for (int word = lane_idx(); word < kWords; word += kWarpSize) scales[word] = load_scales(p, t, word);
+    }
+    fence_proxy_async_shared();
+}
+
+// A received row's scales, which lie behind its values, to a place of their own. The whole warp calls.
+template <class Params>
+CUEP_DEVICE void copy_scales(const Params& p, const uint8_t* row, int64_t to_row) {
+    constexpr int kBytes = kNumScales * kScaleBytes;
+    uint8_t* to = p.out_scales + to_row * kBytes;
+    for (int i = lane_idx(); i < kNumScales; i += kWarpSize) {
+        const uint8_t* from = row + kTokenBytes + i * kScaleBytes;
+        if constexpr (kScaleBytes == 4) reinterpret_cast<uint32_t*>(to)[i] = *reinterpret_cast<const uint32_t*>(from);
+        if constexpr (kScaleBytes == 2) reinterpret_cast<uint16_t*>(to)[i] = *reinterpret_cast<const uint16_t*>(from);
+        if constexpr (kScaleBytes == 1) to[i] = *from;
+    }
+}
+
+}  // namespace cuep

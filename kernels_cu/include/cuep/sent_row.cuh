@@ -1,0 +1,86 @@
+// Rows of x as they travel in a dispatch, in either mode. Made of the kernel's constants: include it behind them.
+#pragma once
+#include <cuep/convert.cuh>
+#include <cuep/quant.cuh>
+#include <cuep/sync.cuh>
+
+namespace cuep {
+
+// A row as it travels: kTokenBytes of values, then kNumScales scales of kScaleBytes each, if it has any. The values are
+// those of x, and the scales the caller's, or (kQuant) both are made here: e4m3, and kQuant bytes for each block, which
+// are packed by four where kScaleBytes is 4 and kQuant 1.
+constexpr bool kIsQuant = kQuant > 0;
+constexpr bool kHasScales = kNumScales > 0;
+constexpr int kHidden = kSrcBytes / static_cast<int>(sizeof(src_t));  // where it is quantised
+constexpr int kNumBlocks = kHidden / kQuantBlock;
+static_assert(!kIsQuant || (kHidden % kQuantBlock == 0 && kTokenBytes == kHidden), "values");
+static_assert(!kIsQuant || kNumScales * kScaleBytes >= kNumBlocks * kQuant, "scales");
+static_assert(kIsQuant || kTokenBytes == kSrcBytes, "values");
+static_assert(kTokenBytes % 16 == 0 && kRowBytes >= kTokenBytes + kNumScales * kScaleBytes, "row");
+static_assert(kScaleBytes == 1 || kScaleBytes == 2 || kScaleBytes == 4, "a scale lies in one word");
+constexpr int kSrcVecs = kSrcBytes / 16;
+
+// A word of token t's scales as they travel; beyond them it is 0. The caller's may lie in any order.
+template <class Params>
+CUEP_DEVICE uint32_t load_scales(const Params& p, int t, int word) {
+    const uint8_t* scales = p.x_scales + t * p.x_scales_row_stride;
+    constexpr int kPerWord = 4 / kScaleBytes;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kPerWord; i++) {
+        const int scale = word * kPerWord + i;
+        if (scale >= kNumScales) continue;
+        const uint8_t* at = scales + scale * p.x_scales_stride;
+        if constexpr (kScaleBytes == 4) bits = load_streaming(reinterpret_cast<const uint32_t*>(at));
+        if constexpr (kScaleBytes == 2) bits |= uint32_t{*reinterpret_cast<const uint16_t*>(at)} << (16 * i);
+        if constexpr (kScaleBytes == 1) bits |= uint32_t{*at} << (8 * i);
+    }
+    return bits;
+}
+
+// What becomes of 16 bytes of x, and the scale of the block that they are in.
+constexpr int kPerSource = kPerVec<src_t>;
+struct Quantised {
+    uint32_t codes[kPerSource / 4];
+    Scale scale;
+};
+
+// By all lanes of a warp, as the values of a block lie with 16 or 32 lanes next to one another.
+CUEP_DEVICE Quantised quantise(uint4 source) {
+    constexpr int kLanes = kQuantBlock / kPerSource;
+    float x[kPerSource];
+    unpack<src_t>(source, x);
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kPerSource; i++) amax = max(amax, detail::float_word(x[i]) & 0x7fffffffu);
+#pragma unroll
+    for (int d = kLanes / 2; d > 0; d /= 2) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, d));
+    Quantised result;
+    result.scale = scale_of<kQuant == 1>(amax);
+#pragma unroll
+    for (int i = 0; i < kPerSource; i += 4) {
+        float q[4];
+#pragma unroll
+        for (int c = 0; c < 4; c++) q[c] = __fmul_rn(x[i + c], result.scale.inverse);
+        result.codes[i / 4] = pack_e4m3(q[0], q[1], q[2], q[3]);
+    }
+    return result;
+}
+
+// The vec-th of a row's pieces; the first lane of a block stores its scale.
+CUEP_DEVICE void store_quantised(uint8_t* values, uint8_t* scales, int vec, const Quantised& quantised) {
+    constexpr int kLanes = kQuantBlock / kPerSource;
+#pragma unroll
+    for (int i = 0; i < kPerSource; i += 4) {
+        *reinterpret_cast<uint32_t*>(values + vec * kPerSource + i) = quantised.codes[i / 4];
+    }
+    if (vec % kLanes != 0) return;
+    uint8_t* stored = scales + vec / kLanes * kQuant;
+    if constexpr (kQuant == 4) {
+        *reinterpret_cast<uint32_t*>(stored) = quantised.scale.bits;
+    } else {
+        *stored = static_cast<uint8_t>(quantised.scale.bits);
+    }
+}
+
+}  // namespace cuep
