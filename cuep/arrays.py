@@ -44,8 +44,11 @@ class View:
         return True
 
 
+_BYTES = ("float8", "float4", "int8")
+
+
 def _itemsize(dtype: str) -> int:
-    if dtype.startswith("float8"):  # NumPy alone does not know these two
+    if dtype.startswith(_BYTES):  # NumPy alone does not know these
         return 1
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
@@ -208,7 +211,7 @@ def _export_jax(array: Array, backend: Backend, stream: Stream | None) -> Any:
 
 def allowed_dtypes(dtype: str, meaning: str = "") -> tuple[str, ...]:
     """Names of what may be passed for elements of `dtype`: not every library has the small ones. meaning: of scales."""
-    if dtype.startswith("float8"):
+    if dtype.startswith(_BYTES):
         return dtype, "uint8"
     return (dtype, *_ALSO.get((dtype, meaning), ()))
 

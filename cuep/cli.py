@@ -116,10 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--gemm-columns",
         type=_count,
-        default=256,
         metavar="N",
         help="of these products, [rows, hidden] x [hidden, N] for each expert, with the rows that it gets on average;"
-        " bfloat16, float32 on a CPU (%(default)s)",
+        " bfloat16, float32 on a CPU (256)",
     )
     bench.add_argument(
         "--peer",

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from cuep import env
 from cuep.errors import ArgumentError
 
@@ -262,13 +260,13 @@ class GroupConfig:
     def _check_quant(self) -> None:
         given = f"with quant={self.quant!r}"
         is_forward = self.quant == "forward"
-        self._choose("scale_format", tuple(_SCALE_DTYPES if is_forward else _QUANT_SCALES), given)
-        by_column = ("column_major",) if self.mode == "ll" else ()
-        self._choose("scale_layout", ("row_major", *by_column), f"with mode={self.mode!r}")
+        formats = tuple(_SCALE_DTYPES if is_forward else _QUANT_SCALES)
+        self._choose("scale_format", formats if self.quant else formats[:1], given)
+        by_column = ("column_major",) if self.mode == "ll" and self.quant else ()
+        self._choose("scale_layout", ("row_major", *by_column), f"with mode={self.mode!r}, quant={self.quant!r}")
         if self.scales_per_row is not None:
             _require(is_forward, "scales_per_row", self.scales_per_row, f"None {given}")
-            number = 0 if self.scales_per_row == 0 else _count(self.scales_per_row, "scales_per_row", self.hidden)
-            object.__setattr__(self, "scales_per_row", number)
+            object.__setattr__(self, "scales_per_row", _count(self.scales_per_row, "scales_per_row", self.hidden, 0))
         elif self.quant is not None:
             _require(self.hidden % QUANT_BLOCK == 0, "hidden", self.hidden, f"a multiple of 128 {given}")
         _require(self.combine_quant in COMBINE_CODECS, "combine_quant", self.combine_quant, f"{COMBINE_CODECS}")
@@ -278,12 +276,11 @@ class GroupConfig:
             _require(self.hidden % QUANT_BLOCK == 0, "hidden", self.hidden, rule)
 
     def _check_in_place(self) -> None:
-        if isinstance(self.in_place, (int, np.integer)) and self.in_place == 0:
-            object.__setattr__(self, "in_place", 0)
+        object.__setattr__(self, "in_place", _count(self.in_place, "in_place", 64, 0))
+        if self.in_place == 0:
             return
         form = f"with mode={self.mode!r}, layout={self.layout!r}"
         _require(self.mode == "ll" and self.layout == "rank_major", "in_place", self.in_place, f"0 {form}")
-        object.__setattr__(self, "in_place", _count(self.in_place, "in_place", 64))
         rule = "0 with scale_layout='column_major'"
         _require(self.scale_layout == "row_major" or not self.num_scales, "in_place", self.in_place, rule)
 
@@ -328,14 +325,14 @@ def _make_config(values: dict[str, Any]) -> GroupConfig:
     return GroupConfig(**values)
 
 
-def _count(value: Any, name: str, most: int) -> int:
-    """A whole number from 1 to `most`, also one of NumPy's."""
-    allowed = f"a whole number from 1 to {most}"
+def _count(value: Any, name: str, most: int, least: int = 1) -> int:
+    """A whole number from `least` to `most`, also one of NumPy's."""
+    allowed = f"a whole number from {least} to {most}"
     try:
         number = operator.index(value)
     except TypeError:
         raise ArgumentError(f"{name}={value!r} is not allowed; allowed: {allowed}") from None
-    _require(not isinstance(value, bool) and 1 <= number <= most, name, value, allowed)
+    _require(not isinstance(value, bool) and least <= number <= most, name, value, allowed)
     return number
 
 

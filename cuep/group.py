@@ -289,7 +289,9 @@ class Group:
         ranks are left out of dispatch and combine from then on, and counted (num_dropped); weights are not made to
         add up to 1 again. The others' calls raise PeerTimeout as soon as they run; a rank that was only stopped can
         be taken in again, if it calls this as well. Nothing that was pending is completed; handles keep their memory
-        and need an update(); CUDA graphs that begin with a handle's dispatch of a new routing can be replayed.
+        and need an update(); CUDA graphs that begin with a handle's dispatch of a new routing can be replayed. To take
+        out a rank that is well, let all ranks, that one too, check() and meet before: else it may leave them an
+        operation short, which ends in PeerTimeout.
 
         Args:
             active: [num_ranks] 0 or 1, 1 = takes part (as NCCL EP and FlashInfer have it; vLLM has 1 = left out). This
@@ -297,20 +299,24 @@ class Group:
 
         Raises:
             ArgumentError, ArgumentTypeError: active does not fit; nothing changes.
-            PeerTimeout: not all of these ranks called it in time; it may be called again, with others.
+            PeerTimeout: not all of these ranks called it within 2 * timeout_s + 1 s; it may be called again, with
+                others.
             OrderError: mask=False, or inside a stream capture. ClosedError: the group is closed, or broke down in
                 another way.
         """
         with self.lock:
             self._check_here()
             if self._mask is None:
-                raise OrderError("update_mask needs GroupConfig(mask=True)")
+                raise OrderError(f"update_mask needs GroupConfig(mask=True), got mask={self.cfg.mask}")
             if self._broken is not None and not isinstance(self._broken, PeerTimeout):
                 raise ClosedError(f"this group broke down and can only be closed: {self._broken}")
             wanted = self._mask.checked(active)
             self._wait_for_all("update_mask")
+            if self._broken is None and not self.report.has_timed_out:
+                self._check_epochs()  # what was refused is told by check(), as ever
+            else:
+                self.report.take_refusals()
             self.report.clear_timeout()
-            self.report.take_refusals()
             self._pending.clear()
             self._num_routings = 0
             for handle in list(self._handles.values()):
@@ -329,7 +335,7 @@ class Group:
         self.update_mask([1] * self.num_ranks)
 
     def query_mask(self) -> npt.NDArray[np.int32]:
-        """Which ranks take part, int32 [num_ranks], 1 = does, as update_mask was last told. Local, does not wait."""
+        """Which ranks take part, int32 [num_ranks], 1 = does, as was last agreed on. Local, does not wait."""
         return np.array((1,) * self.num_ranks if self._mask is None else self._mask.active, np.int32)
 
     def num_dropped(self) -> int:

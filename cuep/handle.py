@@ -405,6 +405,7 @@ class Handle:
         """The group starts anew: what was under way is not any more."""
         self._stage = Stage.UNROUTED
         self._is_fresh = True
+        self._newest = 0
         self._plain_calls.clear()
         self._end_pending()
 
@@ -460,7 +461,7 @@ class Handle:
         self, x: arrays.View, scales: arrays.View | None, out: arrays.View | None, *, send_only: bool
     ) -> None:
         group, cfg = self._group, self._group.cfg
-        arrays.check_matrix(x, "x", self.num_rows, cfg.columns, arrays.allowed_dtypes(cfg.array_dtype))
+        arrays.check_matrix(x, "x", self.num_rows, cfg.columns, arrays.allowed_dtypes(cfg.dtype))
         arrays.check_rows(x, "x", cfg.row_bytes)
         self._check_scales(scales, out)
         if cfg.num_scales and (cfg.scale_layout == "column_major" or self.is_in_place or cfg.mode == "ht"):

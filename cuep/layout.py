@@ -13,7 +13,7 @@ from cuep.config import GroupConfig
 from cuep.errors import ArgumentTypeError
 
 ALIGNMENT = 256  # bytes; of every region of the arena
-CONTROL_BYTES = 240  # struct Control in operation.cuh
+CONTROL_BYTES = 368  # struct Control in operation.cuh
 CONTROL_OP_WORDS = 4  # 8-byte words of each operation in it: epoch, received, read_until, and two of 4 bytes
 STATE_BYTES = 48  # struct HandleState
 STATE_NUM_TOKENS = 36  # bytes before its num_tokens

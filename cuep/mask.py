@@ -11,6 +11,7 @@ import numpy as np
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.kernel import Kernel
 from cuep.launching import address
+from cuep.status import agreement_s
 
 if TYPE_CHECKING:
     from cuep.backend import Stream
@@ -31,7 +32,7 @@ class Mask:
             "mask_offset": group.arena.offsets["mask"],
             "control": address(group.workspace["control"]),
             "report": group.report.address,
-            "timeout_ns": int(float(group.cfg.timeout_s or 0) * 1e9),
+            "timeout_ns": int(agreement_s(float(group.cfg.timeout_s or 0)) * 1e9),
             "start_epoch": start_epoch,
             "rank": group.rank,
         }
@@ -41,10 +42,13 @@ class Mask:
     def checked(self, active: Any) -> tuple[int, ...]:
         """The ranks of an argument, 1 = takes part."""
         allowed = f"{self._num_ranks} values, 1 for a rank that takes part and 0 for one that does not"
-        if not isinstance(active, (Sequence, np.ndarray)) or isinstance(active, str):
+        if isinstance(active, np.ndarray) and active.ndim == 1:
+            active = active.tolist()
+        if not isinstance(active, (list, tuple)):
             raise ArgumentTypeError(f"active: got {type(active).__name__}, allowed: {allowed}")
         values = tuple(active)
-        if len(values) != self._num_ranks or any(value not in (0, 1) for value in values):
+        is_number = all(isinstance(value, (int, float, np.number, np.bool_)) for value in values)
+        if len(values) != self._num_ranks or not is_number or any(value not in (0, 1) for value in values):
             raise ArgumentError(f"active={list(values)} is not allowed; allowed: {allowed}")
         if not values[self._rank]:
             raise ArgumentError(f"active={list(values)} leaves out rank {self._rank}, which calls; allowed: 1 for it")

@@ -31,6 +31,11 @@ assert _DTYPE.itemsize == REPORT_BYTES
 _TIMED_OUT, _TICKET = _FIELDS.index("timed_out"), _FIELDS.index("ticket")
 
 
+def agreement_s(timeout_s: float) -> float:
+    """How long update_mask waits: a peer may begin to wait in its last operation when this rank begins here."""
+    return 2 * timeout_s + 1
+
+
 class Cause(enum.IntEnum):
     """Why a rank refused, as its own report says (enum Cause)."""
 
@@ -141,6 +146,7 @@ class Report:
         if int(words["phase"]) == _EXCLUDED:
             text = f"{operation}: rank {peer} goes on without rank {self._rank}, which its mask leaves out; {end}"
         else:
+            timeout_s = agreement_s(timeout_s) if operation == OPERATIONS[-1] else timeout_s
             awaited = _PHASES[int(words["phase"])].replace("the peer", f"rank {peer}")
             text = (
                 f"{operation}: rank {self._rank} waited more than {timeout_s:g} s for the {awaited} "

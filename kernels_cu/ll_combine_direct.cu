@@ -92,7 +92,8 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, 
             const bool has_grad = p.row_weight_grads != nullptr && threadIdx.x == 0;
             if (has_grad) *grad_of(p, to.src, bank, to.token, k) = p.row_weight_grads[p.row_idx[to.at * kNumTopk + k]];
         },
-        [&](const Answer& sent) {  // behind a barrier; pairs with wait_ranks
+        [&](const Answer& sent) {          // behind a barrier; pairs with wait_ranks
+            if (is_fenced(p, op)) return;  // then rows may have been left out
             if (threadIdx.x == 0) st_release_sys(flag_of(p, sent.src, bank, p.rank, sent.token), tagged(op, 0));
         });
 }

@@ -10,7 +10,7 @@ constexpr int kNumRanks = 4;
 #endif
 // compile: kNumRanks=4
 constexpr bool kHasMask = true;
-constexpr int kNumThreads = 32;
+constexpr int kNumThreads = 32;  // one warp
 #include <cuep/mask.cuh>
 
 using namespace cuep;
@@ -35,8 +35,11 @@ CUEP_LAUNCH(kNumThreads, 0)
 constexpr uint64_t kGap = 64;
 constexpr Op kOps[2] = {Op::kDispatch, Op::kCombine};
 
-// Leaves dst out. It must see that before it sees a proposal of this rank that takes it in again: those come later.
+// Leaves dst out. It must see that before it sees a proposal of this rank that takes it in again: those come later. An
+// earlier one that it has yet to hear is withdrawn first: it must not take this exclusion for one from before that.
 CUEP_DEVICE void exclude(const Params& p, int dst) {
+    st_relaxed_sys(&mask_words(p, dst, p.rank)->proposal, uint64_t{0});
+    fence_acq_rel_sys();
     st_release_sys(&mask_words(p, dst, p.rank)->exclusion, uint64_t{p.nonce});
     red_add_release_sys(num_exclusions(p, dst), 1u);  // pairs with load_mask
 }
@@ -49,39 +52,57 @@ CUEP_DEVICE void propose(const Params& p, int dst) {
     st_release_sys(&words->proposal, uint64_t{p.active} << 32 | p.nonce);  // pairs with hear
 }
 
-// What this rank knows of another.
+// What this rank knows of another, src.
 struct Heard {
     uint64_t epochs[2];
-    uint32_t nonce;  // 0: nothing
+    uint32_t nonce;  // of its proposal, 0: nothing
     uint32_t exclusion;
 };
 
-// Reads src's proposal, if it is of this mask and another than the last; answers it.
-CUEP_DEVICE void hear(const Params& p, int src, Heard& heard) {
+// Whether src has answered this rank's proposal, while it stood by the one that was heard.
+CUEP_DEVICE bool is_answered(const Params& p, int src, const Heard& heard) {
+    const uint64_t answer = ld_acquire_sys(&mask_words(p, p.rank, src)->answer);  // pairs with hear
+    return heard.nonce != 0 && answer == (uint64_t{p.nonce} << 32 | heard.nonce);
+}
+
+// Reads and answers src's proposal, if it is of this mask and was neither agreed to before nor heard. is_agreed: src
+// and this rank have answered one another; what comes behind that is of src's next call, or of one that it makes once
+// more.
+CUEP_DEVICE void hear(const Params& p, int src, Heard& heard, uint32_t& newest, bool& is_agreed) {
     const MaskWords* words = mask_words(p, p.rank, src);
     const uint64_t proposal = ld_acquire_sys(&words->proposal);
     const uint32_t nonce = static_cast<uint32_t>(proposal);
-    if (proposal >> 32 != p.active || nonce == heard.nonce) return;
-    Heard now;
-    for (int i = 0; i < 2; i++) now.epochs[i] = ld_acquire_sys(&words->epochs[i]);
-    // exclusions by src before this proposal are over; there is none behind it before src has this rank's answer
-    now.exclusion = static_cast<uint32_t>(ld_acquire_sys(&words->exclusion));
-    now.nonce = nonce;
-    if (ld_acquire_sys(&words->proposal) != proposal) return;  // it was changing
-    heard = now;
+    if (proposal >> 32 != p.active || nonce == newest || nonce == p.control->agreed[src]) return;
+    is_agreed |= is_answered(p, src, heard);  // src may have gone on since
+    if (!is_agreed) {
+        Heard now;
+        for (int i = 0; i < 2; i++) now.epochs[i] = ld_acquire_sys(&words->epochs[i]);
+        now.exclusion = static_cast<uint32_t>(ld_acquire_sys(&words->exclusion));  // all before this proposal are there
+        now.nonce = nonce;
+        if (ld_acquire_sys(&words->proposal) != proposal) return;  // it was changing, or was withdrawn
+        heard = now;
+    }
+    newest = nonce;
     st_release_sys(&mask_words(p, src, p.rank)->answer, uint64_t{nonce} << 32 | p.nonce);
 }
 
-// Until src has answered this rank's proposal, and this rank that of src. False: gave up.
-CUEP_DEVICE bool agree(const Params& p, const Operation& op, int src, Heard& heard) {
+// Until src and this rank have answered one another, for every src that a lane has; who has calls on others goes on
+// hearing, so that a peer that has to call again is answered. False: gave up. The whole warp calls; is_peer: the lane
+// has one.
+CUEP_DEVICE bool agree(const Params& p, const Operation& op, int src, bool is_peer, Heard& heard) {
     uint64_t since_ns = 0;
+    uint32_t newest = 0;
+    bool is_agreed = !is_peer;
     for (uint32_t spin = 1;; spin++) {
-        hear(p, src, heard);
-        const uint64_t answer = ld_acquire_sys(&mask_words(p, p.rank, src)->answer);
-        if (heard.nonce != 0 && answer == (uint64_t{p.nonce} << 32 | heard.nonce)) return true;
-        const bool is_late =
-            spin % kSpinsPerClock == 0 && give_up(op, Phase::kMask, src, p.nonce, heard.nonce, since_ns);
-        if (is_late) return false;
+        bool is_late = false;
+        if (is_peer) {
+            hear(p, src, heard, newest, is_agreed);
+            is_agreed |= is_answered(p, src, heard);
+            is_late = !is_agreed && spin % kSpinsPerClock == 0 &&
+                      give_up(op, Phase::kMask, src, p.nonce, heard.nonce, since_ns);
+        }
+        if (__ballot_sync(0xffffffffu, is_late) != 0) return false;
+        if (__ballot_sync(0xffffffffu, !is_agreed) == 0) return true;
         relax();
     }
 }
@@ -105,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) mask_agree(const __gri
     if (is_peer) propose(p, tid);
 
     Heard heard{{0, 0}, 0, 0};
-    const bool is_ok = !is_peer || agree(p, op, tid, heard);
+    const bool is_ok = agree(p, op, tid, is_peer, heard);
     if (is_rank) {
         for (int i = 0; i < 2; i++) {
             const uint64_t own = p.control->ops[static_cast<int>(kOps[i])].epoch;
@@ -118,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) mask_agree(const __gri
     if (is_rank) {
         const uint64_t newest = ld_relaxed_sys(&mask_words(p, p.rank, tid)->exclusion);
         p.control->excluded[tid] = is_peer ? heard.exclusion : static_cast<uint32_t>(newest);
+        if (is_peer) p.control->agreed[tid] = heard.nonce;
     }
     if (tid < 2) {
         uint64_t epoch = 0;

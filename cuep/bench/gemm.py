@@ -32,7 +32,7 @@ class Gemm:
 
     def __init__(self, world: World, options: Options, stream: Any) -> None:
         backend = world.backend
-        batch, hidden, columns = options.experts // world.size, options.hidden, options.gemm_columns
+        batch, hidden, columns = options.experts // world.size, options.hidden, options.gemm_columns or 256
         rows = -(-world.size * options.tokens * options.topk // options.experts)
         self.stream = stream
         self.shape = (batch, rows, hidden, columns)

@@ -27,7 +27,7 @@ class Options:
         staged: (ll) also time the send phases alone, and the pair made of staged calls.
         groups: 2: also time two groups that each run the pair at the same time, in two streams.
         overlap: (ll) also time two micro-batches whose communication hides behind matrix products.
-        gemm_columns: width of these products, see gemm.Gemm.
+        gemm_columns: width of these products, see gemm.Gemm; None: 256.
         peer: another library to time on the same inputs, one of peers.NAMES.
         graph: replay CUDA graphs; False: enqueue every call.
 
@@ -53,7 +53,7 @@ class Options:
     staged: bool = False
     groups: int = 1
     overlap: bool = False
-    gemm_columns: int = 256
+    gemm_columns: int | None = None
     peer: str | None = None
     graph: bool = False
     check: bool = False
@@ -66,6 +66,14 @@ class Options:
                 raise ArgumentError(f"{name}=True is not allowed with mode={self.mode!r}; allowed: False")
         if self.routing not in ROUTINGS:
             raise ArgumentError(f"routing={self.routing!r} is not allowed; allowed: {ROUTINGS}")
+        if self.topk > self.experts:
+            raise ArgumentError(f"topk={self.topk} is not allowed; allowed: at most experts={self.experts}")
+        if self.quant == "forward":
+            raise ArgumentError(
+                "quant='forward' is not allowed; allowed: None or 'fp8_block128', of which it is a part"
+            )
+        if self.gemm_columns is not None and not self.overlap:
+            raise ArgumentError(f"gemm_columns={self.gemm_columns} is not allowed without overlap; allowed: None")
         if self.groups not in (1, 2):
             raise ArgumentError(f"groups={self.groups!r} is not allowed; allowed: 1 or 2")
 

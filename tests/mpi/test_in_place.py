@@ -147,7 +147,7 @@ def test_refusals(world: Any) -> None:
 def test_settings_that_do_not_fit(world: Any) -> None:
     for changes, match in (
         ({"layout": "expert_major"}, "in_place=1 is not allowed; allowed: 0 with mode='ll', layout='expert_major'"),
-        ({"in_place": 65}, "in_place=65 is not allowed; allowed: a whole number from 1 to 64"),
+        ({"in_place": 65}, "in_place=65 is not allowed; allowed: a whole number from 0 to 64"),
         ({"in_place": "all"}, "in_place='all' is not allowed"),
         ({"quant": "fp8_block128", "scale_layout": "column_major"}, "in_place=1 is not allowed; allowed: 0 with scale"),
     ):

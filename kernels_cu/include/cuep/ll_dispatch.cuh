@@ -360,12 +360,14 @@ CUEP_DEVICE Header header_for(const Outgoing& out, int dst, int k) {
 
 // What this rank keeps of token t, which it sends.
 template <class Params>
-CUEP_DEVICE void keep_token(const Params& p, int t, const Outgoing& out) {
+CUEP_DEVICE void keep_token(const Params& p, int t, const Token& token, const Outgoing& out) {
     const int tid = threadIdx.x;
     if (tid == 0) p.own_slot[t] = out.rank_mask >> p.rank & 1u ? out.slot[p.rank] : -1;
     if (tid < kNumTopk && is_new_routing(p)) {
         const int64_t at = static_cast<int64_t>(t) * kNumTopk + tid;
-        p.ids[at] = out.expert[tid];
+        int32_t expert[1] = {out.expert[tid]};
+        if constexpr (kHasMask) check_ids<kNumExperts>(token.id, p.is_int64, expert);  // also one that is left out now
+        p.ids[at] = expert[0];
         p.weights[at] = out.weight[tid];
     }
 }
@@ -491,7 +493,7 @@ CUEP_DEVICE void dispatch(
                 unstage(staging, token);
             }
             count_before(p, op, t, earlier, counted, out);
-            if (part() == 0) keep_token(p, t, out);
+            if (part() == 0) keep_token(p, t, token, out);
             send(op, bank, t, t + num_teams() >= num_tokens, token);
             last = t;
         }

@@ -39,14 +39,19 @@ CUEP_DEVICE void load_mask(const Params& p, Operation& op) {
     }
 }
 
+// Whether a rank that this one counts in has left it out and not taken it in again. To others this rank stores nothing.
+template <class Params>
+CUEP_DEVICE bool is_excluded_by(const Params& p, const Operation& op, int src) {
+    if (src >= kNumRanks || !is_active(op, src)) return false;
+    const uint64_t nonce = ld_relaxed_sys(&mask_words(p, p.rank, src)->exclusion);
+    return static_cast<uint32_t>(nonce) != p.control->excluded[src];
+}
+
 // Whether this rank has been excluded and not taken in again, for block_any. Behind load_mask.
 template <class Params>
 CUEP_DEVICE bool is_excluded(const Params& p, const Operation& op) {
-    const int src = threadIdx.x;
-    if (!kHasMask || src >= kNumRanks) return false;
-    const uint32_t nonce = static_cast<uint32_t>(ld_relaxed_sys(&mask_words(p, p.rank, src)->exclusion));
-    if (nonce == p.control->excluded[src]) return false;
-    break_group(op, Phase::kExcluded, src, 0, 0);
+    if (!kHasMask || !is_excluded_by(p, op, threadIdx.x)) return false;
+    break_group(op, Phase::kExcluded, threadIdx.x, 0, 0);
     return true;
 }
 
@@ -56,8 +61,9 @@ CUEP_DEVICE bool is_excluded(const Params& p, const Operation& op) {
 template <class Params>
 CUEP_DEVICE bool is_fenced(const Params& p, const Operation& op) {
     if constexpr (!kHasMask) return false;
-    const bool is_new = ld_relaxed_sys(num_exclusions(p, p.rank)) != op.num_exclusions;
-    return __ballot_sync(0xffffffffu, is_new) != 0;
+    const bool is_new = ld_acquire_sys(num_exclusions(p, p.rank)) != op.num_exclusions;  // pairs with exclude
+    if (__ballot_sync(0xffffffffu, is_new) == 0) return false;
+    return __ballot_sync(0xffffffffu, is_excluded_by(p, op, lane_idx())) != 0;
 }
 
 }  // namespace cuep

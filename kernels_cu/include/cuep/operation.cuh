@@ -37,6 +37,7 @@ struct Control {
     uint32_t sent;            // blocks of the running kernel that have sent all they owe, where others wait for that
     uint32_t active;          // ll with a mask: bit r: rank r takes part
     uint32_t excluded[32];    // likewise, of each rank: its last exclusion of this one that has been made good
+    uint32_t agreed[32];      // and its last proposal that this one has agreed to
     uint32_t unused;
 };
 
