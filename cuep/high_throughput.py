@@ -80,10 +80,7 @@ class HighThroughput:
         smem_bytes = group.world.backend.max_smem_bytes
         route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
-        # quantising keeps warps busy: then more of them, with fewer rows in flight each
-        num_warps, num_stages = (6, 2) if cfg.quantised_scale_bytes else (4, 3)
-        warps_name = "kNumWarps" if self._is_flat else "kNumSendWarps"
-        out = _pipeline(room, warps_name, num_warps, num_stages, smem_bytes)
+        out = _pipeline(room, "kNumWarps" if self._is_flat else "kNumSendWarps", 4, 3, smem_bytes)
         home = _pipeline(cfg.combine_row_bytes, "kNumPushWarps", 7, 2, smem_bytes) if self._is_flat else {}
         self._route, self._dispatch, self._combine = load_kernels(
             group,
