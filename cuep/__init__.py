@@ -23,6 +23,7 @@ from cuep.errors import (
 )
 
 if TYPE_CHECKING:
+    from cuep.arrivals import Arrivals
     from cuep.group import Group
     from cuep.handle import Handle, Received
     from cuep.layout import footprint
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "Arrivals",
     "BackendUnavailable",
     "ClosedError",
     "CompileError",
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Arrivals": "arrivals",
     "Group": "group",
     "Handle": "handle",
     "Received": "handle",

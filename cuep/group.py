@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from cuep import layout
 from cuep.agreement import agree_on_members, together
 from cuep.arrays import View, export, view
+from cuep.arrivals import Arrivals, arrivals_of
 from cuep.backend import Array, Comm, Stream
 from cuep.config import GroupConfig
 from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, CuepError, OrderError, PeerTimeout
@@ -29,22 +29,6 @@ from cuep.low_latency import LowLatency
 from cuep.mask import Mask, bits
 from cuep.status import COUNTED, Cause, Report
 from cuep.world import World
-
-
-@dataclass(frozen=True)
-class Arrivals:
-    """How long this rank's kernels of one kind waited for each rank, arrays [num_ranks].
-
-    Attributes:
-        num_waits: kernels that had to wait for it, int64.
-        total_us, longest_us: from the start of such a kernel until its last wait for that rank was over, float64; by a
-            clock that on some GPUs ticks once in a microsecond.
-    """
-
-    num_waits: npt.NDArray[np.int64]
-    total_us: npt.NDArray[np.float64]
-    longest_us: npt.NDArray[np.float64]
-
 
 _serials = itertools.count()
 _ROUTINGS = 32  # that ll dispatch tells apart: kRoutingShift of ll_dispatch.cuh
@@ -358,17 +342,10 @@ class Group:
             raise OrderError("arrival_stats needs GroupConfig(arrival_stats=True)")
         with self.finished("arrival_stats"):
             backend, array, num_ranks = self.world.backend, self.workspace["arrivals"], self.num_ranks
-            words = backend.to_numpy(array, self._last_stream).astype(np.int64)
-            newest = words[: 4 * num_ranks].reshape(2, 2, num_ranks).max(0)  # of the last kernel, not added up yet
-            waits, total, longest = words[4 * num_ranks : -1].reshape(3, 2, num_ranks)
+            words = backend.to_numpy(array, self._last_stream)
             if clear:
                 backend.clear(array[:-1], self.fallback_stream())  # not whose turn it is
-            return {
-                operation: Arrivals(
-                    waits[i] + (newest[i] > 0), (total[i] + newest[i]) / 1e3, np.maximum(longest[i], newest[i]) / 1e3
-                )
-                for i, operation in enumerate(COUNTED[1:])
-            }
+            return arrivals_of(words, num_ranks)
 
     def begin(self) -> Stream:
         """Start a call; returns the stream for a refusal, should the call's own stream not be known. Hold `lock`."""

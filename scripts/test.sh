@@ -34,7 +34,7 @@ stage() {
 stage "one process" 900 python -m pytest --color=no tests --ignore tests/mpi "$@"
 for n in ${RANKS:-1 2 4 8}; do
     # shellcheck disable=SC2046  # the launcher's options are words
-    stage "$n MPI ranks" 900 $(launcher) -n "$n" python -m pytest --color=no tests/mpi "$@"
+    stage "$n MPI ranks" 1200 $(launcher) -n "$n" python -m pytest --color=no tests/mpi "$@"
 done
 
 echo "total: $passed passed, $failed failed, $skipped skipped"
