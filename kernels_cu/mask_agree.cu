@@ -86,7 +86,7 @@ CUEP_DEVICE void hear(const Params& p, int src, Heard& heard, uint32_t& newest, 
     st_release_sys(&mask_words(p, src, p.rank)->answer, uint64_t{nonce} << 32 | p.nonce);
 }
 
-// Until src and this rank have answered one another, for every src that a lane has; who has calls on others goes on
+// Until src and this rank have answered one another, for every src that a lane has. Lanes that are through go on
 // hearing, so that a peer that has to call again is answered. False: gave up. The whole warp calls; is_peer: the lane
 // has one.
 CUEP_DEVICE bool agree(const Params& p, const Operation& op, int src, bool is_peer, Heard& heard) {
