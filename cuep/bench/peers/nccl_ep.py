@@ -48,6 +48,8 @@ def require(world: World, options: Options) -> None:
         raise ArgumentError(f"peer nccl-ep: layout={config.layout!r} is not allowed with mode='ht'; allowed: 'flat'")
     if config.dtype != "bfloat16":
         raise ArgumentError(f"peer nccl-ep: dtype={config.dtype!r} is not allowed; allowed: 'bfloat16'")
+    if config.quant and config.mode == "ht":
+        raise ArgumentError(f"peer nccl-ep: quant={config.quant!r} is not allowed with mode='ht'; allowed: None")
     if config.quant and config.hidden % _QUANT_MULTIPLE:
         raise ArgumentError(
             f"peer nccl-ep: hidden={config.hidden} is not allowed with quant={config.quant!r}; allowed: multiples of"
