@@ -477,6 +477,10 @@ class Handle:
             arrays.check_apart(x, "x", arrays.rows_of(out), "out, which dispatch writes")
         own = "this handle's own Received.tokens, which its dispatch writes"
         arrays.check_apart(x, "x", self.state.recv_rows, own)
+        if self.is_in_place and out is not None:  # peers write there all the same
+            arrays.check_apart(
+                x, "x", arrays.rows_of(arrays.view(self.arrays["tokens"], "tokens", group.world.backend)), own
+            )
 
     def _check_scales(self, scales: arrays.View | None, out: arrays.View | None) -> None:
         cfg = self._group.cfg

@@ -73,6 +73,10 @@ def test_out_takes_them_away(world: Any) -> None:
         y = handle.combine(run_experts(group.cfg, world, recv))
         group.check()
         check_combined(world, group.cfg, step, inputs, y)
+        with pytest.raises(cuep.ArgumentError, match=r"x lies in this handle's own Received\.tokens"):
+            handle.dispatch(own[0, :11], out=world.backend.empty(own.shape, own.dtype))
+        handle.dispatch(x)
+        group.check()
 
 
 def dispatch_twice(world: Any, group: cuep.Group) -> Any:
