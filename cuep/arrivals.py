@@ -16,7 +16,7 @@ class Arrivals:
     """How long this rank's kernels of one kind waited for each rank, arrays [num_ranks].
 
     Attributes:
-        num_waits: kernels that had to wait for it, int64.
+        num_waits: kernels that had to wait for it, int64. This rank's own: its blocks wait for one another's words.
         total_us, longest_us: from the start of such a kernel until its last wait for that rank was over, float64; by a
             clock that on some GPUs ticks once in a microsecond.
     """

@@ -82,7 +82,8 @@ class GroupConfig:
         scale_layout: of Received.scales: "row_major", or (ll) "column_major" as DeepGEMM's grouped GEMMs take them: in
             each zone the scales of one block of all rows are adjacent, and columns begin 16-byte aligned (the array is
             a view with such strides). "ue8m0" is packed there: four exponents in an int32, the first in its lowest
-            byte. In ht, and in ll with in_place, values and scales of a row lie together, so both arrays are strided.
+            byte. In ht, and in ll where a handle receives in place, values and scales of a row lie together, so both
+            arrays are strided.
         combine_quant: ll: how combine's rows travel home; hidden must be a multiple of 128. None: as they are.
             "logfmt10": 10 bits a value, the logarithm of its size in 511 levels between the largest and the smallest of
             each 128 values (DeepSeek's LogFMT), 8 bytes more for each 128: two thirds of a bfloat16 row.
@@ -92,9 +93,10 @@ class GroupConfig:
             stays combine_dtype. Relative error of rows of N(0, 1) values (root mean square): logfmt10 0.35 %,
             fp8_block128 2.6 %; bfloat16 itself 0.17 %. Bound: cuep.reference.coded_bound. Formats, and what becomes of
             NaN, infinities and tiny values: kernels_cu/include/cuep/combine_codec.cuh.
-        in_place: ll rank_major: so many handles, the first that the group makes, receive rows where peers put them, in
-            symmetric memory, and copy nothing; their Received.tokens then hold until the handle's combine, not its next
-            dispatch, and rows are strided where they have scales. 0 to 64.
+        in_place: ll rank_major, without mask: so many handles, the first that the group makes, receive rows where peers
+            put them, in symmetric memory, and copy nothing (the place of one that is closed is not used again). Their
+            Received.tokens and scales are the peers' to write from the handle's combine, or its next dispatch or
+            update, on: do not read or write them then. Not even out= keeps the rows before. 0 to 64.
         expert_ids: numbering of Received.topk_idx: "local" (0 to L-1) or "global".
         num_buffers: ll: banks that dispatch and combine each rotate through, 1, 2, 4 or 8. ht: handles that may hold
             received rows at the same time, 1 to 64.
@@ -281,6 +283,8 @@ class GroupConfig:
             return
         form = f"with mode={self.mode!r}, layout={self.layout!r}"
         _require(self.mode == "ll" and self.layout == "rank_major", "in_place", self.in_place, f"0 {form}")
+        # after a mask change ranks may have made different numbers of handles, and their places would differ
+        _require(not self.mask, "in_place", self.in_place, "0 with mask=True")
         rule = "0 with scale_layout='column_major'"
         _require(self.scale_layout == "row_major" or not self.num_scales, "in_place", self.in_place, rule)
 

@@ -303,9 +303,10 @@ class Group:
             self.report.clear_timeout()
             self._pending.clear()
             self._num_routings = 0
-            for handle in list(self._handles.values()):
-                handle.forget_routing()
             stream = self.fallback_stream()
+            for handle in list(self._handles.values()):
+                if not handle.is_closed:
+                    handle.forget_routing(stream)
             self._mask.enqueue(wanted, self.take_ticket(), stream)
             stream.synchronize()
             self._broken = None
@@ -344,7 +345,9 @@ class Group:
             backend, array, num_ranks = self.world.backend, self.workspace["arrivals"], self.num_ranks
             words = backend.to_numpy(array, self._last_stream)
             if clear:
-                backend.clear(array[:-1], self.fallback_stream())  # not whose turn it is
+                stream = self.fallback_stream()
+                backend.clear(array[:-1], stream)  # not whose turn it is
+                stream.synchronize()  # a graph may be replayed anywhere next
             return arrivals_of(words, num_ranks)
 
     def begin(self) -> Stream:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cuep import arrays, layout
 from cuep.backend import Array
-from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, OrderError
+from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, DeviceError, OrderError, PeerTimeout
 from cuep.launching import CombineCall, address, check_takes
 from cuep.status import ROUTE, Refusal
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cuep.group import Group
 
 _TOPK_DTYPES = ("int32", "int64")
+_NOTHING_SENT = (OrderError, ClosedError, PeerTimeout, DeviceError)  # no refusals: the peers do not wait for this rank
 _MAX_BIASES = 2
 
 
@@ -28,8 +29,8 @@ _MAX_BIASES = 2
 class Received:
     """What a rank received; arrays of x's framework that belong to the handle and keep their addresses.
 
-    They hold until the handle's next dispatch or release() (tokens and scales of a handle that receives in place,
-    GroupConfig.in_place: also only until its combine), and are complete in stream order (after a send_only
+    They hold until the handle's next dispatch or release() (tokens and scales of a handle that receives in place: as
+    GroupConfig.in_place says), and are complete in stream order (after a send_only
     dispatch: of complete()). L local experts, N ranks, B max_tokens_per_rank, K num_topk, H hidden, R rows
     (max_recv_tokens_per_rank, or the most that can come). What a layout does not have is None. Rows beyond the counts
     are unspecified: never read them.
@@ -146,7 +147,9 @@ class Handle:
                 if self._is_fresh:
                     group.world.backend.clear(self.arrays["state"], chosen)
                     self._is_fresh = False
-            except (ArgumentError, ArgumentTypeError):
+            except _NOTHING_SENT:
+                raise
+            except Exception:  # also what an array's own library raises
                 group.refuse_route(chosen)  # the peers wait for this rank's part
                 raise
             group.mode.route(self, chosen)
@@ -200,6 +203,7 @@ class Handle:
             group.check_turn("dispatch")
             try:
                 chosen = group.choose_stream(stream, x)
+                self._check_send_only(send_only)
                 is_plain = out is None and not send_only
                 given = (x,) if scales is None else (x, scales)
                 repeat = self._repeater("dispatch", given) if is_plain else None
@@ -208,8 +212,10 @@ class Handle:
                     view = group.view(x, "x")
                     factors = None if scales is None else group.view(scales, "scales")
                     into = None if out is None else group.view(out, "out", is_written=True)
-                    self._check_dispatch(view, factors, into, send_only=send_only)
-            except (ArgumentError, ArgumentTypeError):
+                    self._check_dispatch(view, factors, into)
+            except _NOTHING_SENT:
+                raise
+            except Exception:  # also what an array's own library raises
                 self._stage = Stage.ROUTED
                 group.take_turn()
                 group.mode.refuse_dispatch(self, chosen)  # the peers wait for this rank's part
@@ -282,6 +288,7 @@ class Handle:
                 raise OrderError(f"combine: this handle {self._stage.value}")
             try:
                 chosen = group.choose_stream(stream, expert_out)
+                self._check_send_only(send_only)
                 is_plain = isinstance(topk_weights, str) and topk_weights == "handle" and not send_only
                 is_plain = is_plain and bias is None and row_weight_grads is None and out is None
                 repeat = self._repeater("combine", (expert_out,)) if is_plain else None
@@ -289,9 +296,10 @@ class Handle:
                     self._plain_calls.pop("combine", None)
                     view = group.view(expert_out, "expert_out")
                     group.mode.check_expert_out(self, view)
-                    self._check_send_only(send_only)
                     call = self._combine_call(view, topk_weights, bias, row_weight_grads, out)
-            except (ArgumentError, ArgumentTypeError):
+            except _NOTHING_SENT:
+                raise
+            except Exception:  # also what an array's own library raises
                 self._stage = Stage.ROUTED
                 group.mode.refuse_combine(self, chosen)  # the peers wait for this rank's part
                 raise
@@ -401,10 +409,11 @@ class Handle:
         elif refusal.ticket == self._newest:  # what came after it was an operation again
             self._stage = Stage.ROUTED
 
-    def forget_routing(self) -> None:
-        """The group starts anew: what was under way is not any more."""
+    def forget_routing(self, stream: Any) -> None:
+        """The group starts anew: what was under way is not any more. Enqueues on `stream`, outside captures."""
+        self._group.world.backend.clear(self.arrays["state"], stream)
         self._stage = Stage.UNROUTED
-        self._is_fresh = True
+        self._is_fresh = False
         self._newest = 0
         self._plain_calls.clear()
         self._end_pending()
@@ -457,18 +466,15 @@ class Handle:
         signatures = tuple(arrays.signature(array, backend) for array in given)
         return None if None in signatures else signatures
 
-    def _check_dispatch(
-        self, x: arrays.View, scales: arrays.View | None, out: arrays.View | None, *, send_only: bool
-    ) -> None:
+    def _check_dispatch(self, x: arrays.View, scales: arrays.View | None, out: arrays.View | None) -> None:
         group, cfg = self._group, self._group.cfg
         arrays.check_matrix(x, "x", self.num_rows, cfg.columns, arrays.allowed_dtypes(cfg.dtype))
         arrays.check_rows(x, "x", cfg.row_bytes)
-        self._check_scales(scales, out)
         if cfg.num_scales and (cfg.scale_layout == "column_major" or self.is_in_place or cfg.mode == "ht"):
             what = f"mode={cfg.mode!r}, quant={cfg.quant!r} with rows and scales in one place or by columns"
             arrays.check_takes_strides(x, "x", group.world.backend, what)
-        self._check_send_only(send_only)
         group.mode.prepare_dispatch(self, out)
+        self._check_scales(scales, out)
         if scales is not None and cfg.mode == "ht":
             begin, num_rows, stride, _ = self.state.recv_rows
             own_rows = "this handle's own receive buffer, which its dispatch writes"
@@ -477,10 +483,22 @@ class Handle:
             arrays.check_apart(x, "x", arrays.rows_of(out), "out, which dispatch writes")
         own = "this handle's own Received.tokens, which its dispatch writes"
         arrays.check_apart(x, "x", self.state.recv_rows, own)
-        if self.is_in_place and out is not None:  # peers write there all the same
-            arrays.check_apart(
-                x, "x", arrays.rows_of(arrays.view(self.arrays["tokens"], "tokens", group.world.backend)), own
-            )
+        if out is not None:
+            for rows in self._rows_of_peers():
+                arrays.check_apart(x, "x", rows, own)
+                is_same = rows[0] == out.address and rows[2] == arrays.rows_of(out)[2]
+                if not is_same:
+                    arrays.check_disjoint(out, "out", (rows[0], rows[0] + rows[1] * rows[2]), own)
+
+    def _rows_of_peers(self) -> list[arrays.Rows]:
+        """Memory of this handle that peers write, also with out=."""
+        if self._group.cfg.mode == "ht":
+            rows: arrays.Rows = self.state.recv_rows
+            return [rows]
+        if not self.is_in_place:
+            return []
+        begin, num_rows, stride, _ = arrays.rows_of(arrays.view(self.arrays["tokens"], "", self._group.world.backend))
+        return [(begin, num_rows, stride, stride)]
 
     def _check_scales(self, scales: arrays.View | None, out: arrays.View | None) -> None:
         cfg = self._group.cfg
@@ -539,6 +557,11 @@ class Handle:
         for name, read in (("expert_out", expert_out), ("topk_weights", weights), ("row_weight_grads", grads)):
             if read is not None:
                 arrays.check_apart(read, name, written, f"{what}, which combine writes")
+        if self.is_in_place:
+            theirs = "this handle's own Received.tokens, which peers write from its combine on"
+            for name, view in (("out", y), *zip(names, biases, strict=True)):
+                for rows in self._rows_of_peers():
+                    arrays.check_disjoint(view, name, (rows[0], rows[0] + rows[1] * rows[2]), theirs)
         for name, bias_view in zip(names, biases, strict=True):
             own = arrays.rows_of(bias_view)
             if (own[0], own[2]) != (written[0], written[2]):  # row by row, y may be written over its bias
@@ -553,7 +576,9 @@ class Handle:
         arrays.check_rows(view, name, cfg.combine_row_bytes)
         return view
 
-    def _check_send_only(self, send_only: bool) -> None:
+    def _check_send_only(self, send_only: Any) -> None:
+        if not isinstance(send_only, (bool, np.bool_)):
+            raise ArgumentTypeError(f"send_only: got {type(send_only).__name__}, allowed: True or False")
         if send_only and self._group.cfg.mode != "ll":
             raise ArgumentError("send_only=True is not allowed with mode='ht'; allowed: False")
 

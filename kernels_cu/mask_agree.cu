@@ -66,22 +66,22 @@ CUEP_DEVICE bool is_answered(const Params& p, int src, const Heard& heard) {
 }
 
 // Reads and answers src's proposal, if it is of this mask and was neither agreed to before nor heard. is_agreed: src
-// and this rank have answered one another; what comes behind that is of src's next call, or of one that it makes once
-// more.
+// and this rank have answered one another. What comes behind that is of src's next call, and is left to this rank's
+// next; unless src gave up and calls again: then it answers this rank's proposal anew, which it does not do where it is
+// through, and all that it says may have changed.
 CUEP_DEVICE void hear(const Params& p, int src, Heard& heard, uint32_t& newest, bool& is_agreed) {
     const MaskWords* words = mask_words(p, p.rank, src);
     const uint64_t proposal = ld_acquire_sys(&words->proposal);
     const uint32_t nonce = static_cast<uint32_t>(proposal);
     if (proposal >> 32 != p.active || nonce == newest || nonce == p.control->agreed[src]) return;
     is_agreed |= is_answered(p, src, heard);  // src may have gone on since
-    if (!is_agreed) {
-        Heard now;
-        for (int i = 0; i < 2; i++) now.epochs[i] = ld_acquire_sys(&words->epochs[i]);
-        now.exclusion = static_cast<uint32_t>(ld_acquire_sys(&words->exclusion));  // all before this proposal are there
-        now.nonce = nonce;
-        if (ld_acquire_sys(&words->proposal) != proposal) return;  // it was changing, or was withdrawn
-        heard = now;
-    }
+    if (is_agreed && ld_acquire_sys(&words->answer) != (uint64_t{p.nonce} << 32 | nonce)) return;
+    Heard now;
+    for (int i = 0; i < 2; i++) now.epochs[i] = ld_acquire_sys(&words->epochs[i]);
+    now.exclusion = static_cast<uint32_t>(ld_acquire_sys(&words->exclusion));  // all before this proposal are there
+    now.nonce = nonce;
+    if (ld_acquire_sys(&words->proposal) != proposal) return;  // it was changing, or was withdrawn
+    heard = now;
     newest = nonce;
     st_release_sys(&mask_words(p, src, p.rank)->answer, uint64_t{nonce} << 32 | p.nonce);
 }

@@ -142,7 +142,7 @@ def test_untimed_steps_do_not_count(world):
 
 
 def test_the_product_is_one(world):
-    settings = Options("ll", tokens=3, hidden=40, experts=8, topk=2, gemm_columns=24)
+    settings = Options("ll", tokens=3, hidden=40, experts=8, topk=2, overlap=True, gemm_columns=24)
     stream = world.stream()
     gemm = Gemm(world, settings, stream)
     gemm()

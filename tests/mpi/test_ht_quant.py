@@ -111,5 +111,13 @@ def test_settings_and_scales_that_do_not_fit(world: Any) -> None:
         for given, match in ((None, "scales: got None"), (recv.scales[:4], "scales lies in this handle's own")):
             with pytest.raises(cuep.ArgumentError, match=match):
                 handle.dispatch(x, given)
+        shifted = handle.dispatch(x, scales).tokens[1:]
+        with pytest.raises(cuep.ArgumentError, match="out lies in this handle's own Received.tokens"):
+            handle.dispatch(x, scales, out=shifted)
+        for strange in (np.zeros(2), 1, None):
+            with pytest.raises(cuep.ArgumentTypeError, match="send_only: got .*, allowed: True or False"):
+                handle.dispatch(x, scales, send_only=strange)
+        with pytest.raises(cuep.ArgumentError, match="send_only=True is not allowed with mode='ht'"):
+            handle.dispatch(x, scales, send_only=True)
         case.check(world, handle.dispatch(x, scales))
         group.check()

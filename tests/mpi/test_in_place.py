@@ -75,7 +75,15 @@ def test_out_takes_them_away(world: Any) -> None:
         check_combined(world, group.cfg, step, inputs, y)
         with pytest.raises(cuep.ArgumentError, match=r"x lies in this handle's own Received\.tokens"):
             handle.dispatch(own[0, :11], out=world.backend.empty(own.shape, own.dtype))
+        own_rows = to_device(world, to_host(world, own))
         handle.dispatch(x)
+        for name, given in (("out", {"out": own[0, :11]}), ("bias", {"bias": own[0, :11]})):
+            with pytest.raises(
+                cuep.ArgumentError, match=f"{name} lies in this handle's own Received.tokens, which peers"
+            ):
+                handle.combine(own_rows, **given)
+            handle.dispatch(x)
+        handle.combine(own_rows)
         group.check()
 
 
@@ -153,6 +161,7 @@ def test_settings_that_do_not_fit(world: Any) -> None:
         ({"layout": "expert_major"}, "in_place=1 is not allowed; allowed: 0 with mode='ll', layout='expert_major'"),
         ({"in_place": 65}, "in_place=65 is not allowed; allowed: a whole number from 0 to 64"),
         ({"in_place": "all"}, "in_place='all' is not allowed"),
+        ({"mask": True}, "in_place=1 is not allowed; allowed: 0 with mask=True"),
         ({"quant": "fp8_block128", "scale_layout": "column_major"}, "in_place=1 is not allowed; allowed: 0 with scale"),
     ):
         with pytest.raises(cuep.ArgumentError, match=match):
