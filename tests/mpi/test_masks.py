@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import ml_dtypes
@@ -61,6 +62,26 @@ def test_a_rank_with_a_mask_of_its_own_breaks_no_other(world: Any) -> None:
     assert group.query_mask().tolist() == [1] * world.size
     step.run(world.size)
     assert group.num_dropped() == (2 if world.rank != last else last)
+    group.close()
+
+
+@pytest.mark.ranks(4)
+def test_a_rank_that_gave_up_calls_again(world: Any) -> None:
+    """The last rank is late. Rank 1 gives up, works alone for a while, and calls again; the others wait meanwhile, and
+    agree with what it says by then, not with what it said first."""
+    group = cuep.Group(world, mask_config(world, num_topk=world.size, timeout_s=1.0))  # an agreement waits for 3 s
+    step, last = OneEach(world, group), world.size - 1
+    step.run(world.size)
+    verdict_comm().Barrier()
+    if world.rank == 1:
+        with pytest.raises(cuep.PeerTimeout, match="update_mask: rank 1 waited more than 3 s"):
+            group.clear_mask()
+        group.update_mask([int(rank == 1) for rank in range(world.size)])
+        step.run(1)
+    else:
+        time.sleep(4.0 if world.rank == last else 2.0)
+    group.clear_mask()
+    step.run(world.size)
     group.close()
 
 
