@@ -121,9 +121,9 @@ PLANTED = [
     (
         "a flag of the epoch before last is taken",
         "include/cuep/operation.cuh",
-        "if (epoch_of(seen) == static_cast<uint32_t>(op.epoch)) return true;",
+        "if (epoch_of(seen) == static_cast<uint32_t>(op.epoch)) {",
         "if (static_cast<uint32_t>(op.epoch) - epoch_of(seen) <="
-        " (kIsAcquire && op.control->ops[1].num_epochs > 1 ? 2u : 0u)) return true;",
+        " (kIsAcquire && op.control->ops[1].num_epochs > 1 ? 2u : 0u)) {",
         "ll",
         {},
     ),
