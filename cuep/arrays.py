@@ -269,6 +269,12 @@ def rows_of(view: View) -> Rows:
     return view.address, num_rows, strides[-2] if len(shape) > 1 else row_bytes, row_bytes
 
 
+def extent(rows: Rows) -> tuple[int, int]:
+    """From the first row to where one more would begin."""
+    first, num_rows, stride, _ = rows
+    return first, first + num_rows * stride
+
+
 def check_apart(read: View, name: str, written: Rows, what: str) -> None:
     """What an operation reads must not lie in what it writes while it reads."""
     first, num_rows, stride, row_bytes = rows_of(read)

@@ -475,10 +475,6 @@ class Handle:
             arrays.check_takes_strides(x, "x", group.world.backend, what)
         group.mode.prepare_dispatch(self, out)
         self._check_scales(scales, out)
-        if scales is not None and cfg.mode == "ht":
-            begin, num_rows, stride, _ = self.state.recv_rows
-            own_rows = "this handle's own receive buffer, which its dispatch writes"
-            arrays.check_disjoint(scales, "scales", (begin, begin + num_rows * stride), own_rows)
         if out is not None:
             arrays.check_apart(x, "x", arrays.rows_of(out), "out, which dispatch writes")
         own = "this handle's own Received.tokens, which its dispatch writes"
@@ -488,7 +484,7 @@ class Handle:
                 arrays.check_apart(x, "x", rows, own)
                 is_same = rows[0] == out.address and rows[2] == arrays.rows_of(out)[2]
                 if not is_same:
-                    arrays.check_disjoint(out, "out", (rows[0], rows[0] + rows[1] * rows[2]), own)
+                    arrays.check_disjoint(out, "out", arrays.extent(rows), own)
 
     def _rows_of_peers(self) -> list[arrays.Rows]:
         """Memory of this handle that peers write, also with out=."""
@@ -520,6 +516,9 @@ class Handle:
                 own = arrays.view(self.arrays[name], name, self._group.world.backend)
                 what = f"this handle's own Received.{name.removeprefix('out_')}, which its dispatch writes"
                 arrays.check_disjoint(scales, "scales", arrays.span(own), what)
+        for rows in self._rows_of_peers():
+            own_rows = "this handle's own receive buffer, which its dispatch writes"
+            arrays.check_disjoint(scales, "scales", arrays.extent(rows), own_rows)
         if out is not None:
             arrays.check_disjoint(scales, "scales", arrays.span(out), "out, which dispatch writes")
 
@@ -561,7 +560,7 @@ class Handle:
             theirs = "this handle's own Received.tokens, which peers write from its combine on"
             for name, view in (("out", y), *zip(names, biases, strict=True)):
                 for rows in self._rows_of_peers():
-                    arrays.check_disjoint(view, name, (rows[0], rows[0] + rows[1] * rows[2]), theirs)
+                    arrays.check_disjoint(view, name, arrays.extent(rows), theirs)
         for name, bias_view in zip(names, biases, strict=True):
             own = arrays.rows_of(bias_view)
             if (own[0], own[2]) != (written[0], written[2]):  # row by row, y may be written over its bias

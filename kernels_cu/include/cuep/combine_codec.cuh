@@ -178,21 +178,9 @@ struct Fp8Block128 {
 
     // By all lanes of a warp.
     static CUEP_DEVICE Coded encode(const float (&x)[kPer]) {
-        uint32_t amax = 0;
-#pragma unroll
-        for (int i = 0; i < kPer; i++) amax = max(amax, detail::float_word(x[i]) & 0x7fffffffu);
-#pragma unroll
-        for (int d = kLanes / 2; d > 0; d /= 2) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, d));
-        const Scale scale = scale_of<false>(amax);
-        uint32_t codes[2] = {0, 0};
-#pragma unroll
-        for (int i = 0; i < kPer; i += 4) {
-            float q[4];
-#pragma unroll
-            for (int c = 0; c < 4; c++) q[c] = __fmul_rn(x[i + c], scale.inverse);
-            codes[i / 4] = pack_e4m3(q[0], q[1], q[2], q[3]);
-        }
-        return {make_uint4(codes[0], codes[1], scale.bits, 0), 0};
+        const Quantised<kPer> quantised = quantise_values<false>(x);
+        const uint32_t rest = kPer == 8 ? quantised.codes[kPer / 4 - 1] : 0;
+        return {make_uint4(quantised.codes[0], rest, quantised.scale.bits, 0), 0};
     }
 
     static CUEP_DEVICE void store(uint8_t* row, int piece, const Coded& coded) {

@@ -19,7 +19,7 @@ CUEP_DEVICE void quantise_row(uint8_t* row) {
         const int vec = first + lane;
         uint4 source = make_uint4(0, 0, 0, 0);
         if (vec < kSrcVecs) source = reinterpret_cast<const uint4*>(row)[vec];
-        const Quantised quantised = quantise(source);
+        const auto quantised = quantise(source);
         __syncwarp();
         if (vec < kSrcVecs) store_quantised(row, scales, vec, quantised);
     }

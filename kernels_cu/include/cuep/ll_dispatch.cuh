@@ -152,7 +152,7 @@ CUEP_DEVICE void stage(const Token& token, Staging& staging) {
 #pragma unroll
         for (int j = 0; j < kSrcPerThread; j++) {
             const int vec = threadIdx.x + j * kNumThreads;
-            const Quantised quantised = quantise(token.source[j]);
+            const auto quantised = quantise(token.source[j]);
             if (vec < kSrcVecs) store_quantised(bytes, bytes + kHidden, vec, quantised);
         }
         constexpr int kUsed = kNumBlocks * kQuant, kUnused = kNumScales * kScaleBytes - kUsed;

@@ -33,6 +33,12 @@ CUEP_DEVICE Scale scale_of(uint32_t amax_bits) {
     return {detail::float_word(__fmul_rn(amax, 1.0f / kMaxE4m3)), __fdiv_rn(kMaxE4m3, amax)};
 }
 
+template <int kPer>
+struct Quantised {
+    uint32_t codes[kPer / 4];
+    Scale scale;  // of the block that they are in
+};
+
 // Four e4m3 values, the first in the lowest byte.
 CUEP_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
 #if !defined(CUEP_CPU) && __CUDA_ARCH__ >= 890
@@ -64,6 +70,26 @@ CUEP_DEVICE void unpack_e4m3(uint32_t word, float* out) {
 #else
     for (int i = 0; i < 4; i++) out[i] = detail::e4m3_float(word >> (8 * i) & 0xffu);
 #endif
+}
+
+// kPer neighbouring values of a block, by all lanes of a warp: those of the block's other values lie next to this one.
+template <bool kIsUe8m0, int kPer>
+CUEP_DEVICE Quantised<kPer> quantise_values(const float (&x)[kPer]) {
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kPer; i++) amax = max(amax, detail::float_word(x[i]) & 0x7fffffffu);
+#pragma unroll
+    for (int d = kQuantBlock / kPer / 2; d > 0; d /= 2) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, d));
+    Quantised<kPer> result;
+    result.scale = scale_of<kIsUe8m0>(amax);
+#pragma unroll
+    for (int i = 0; i < kPer; i += 4) {
+        float q[4];
+#pragma unroll
+        for (int c = 0; c < 4; c++) q[c] = __fmul_rn(x[i + c], result.scale.inverse);
+        result.codes[i / 4] = pack_e4m3(q[0], q[1], q[2], q[3]);
+    }
+    return result;
 }
 
 }  // namespace cuep

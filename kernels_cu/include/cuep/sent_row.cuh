@@ -38,37 +38,16 @@ CUEP_DEVICE uint32_t load_scales(const Params& p, int t, int word) {
     return bits;
 }
 
-// What becomes of 16 bytes of x, and the scale of the block that they are in.
+// What becomes of 16 bytes of x. By all lanes of a warp.
 constexpr int kPerSource = kPerVec<src_t>;
-struct Quantised {
-    uint32_t codes[kPerSource / 4];
-    Scale scale;
-};
-
-// By all lanes of a warp, as the values of a block lie with 16 or 32 lanes next to one another.
-CUEP_DEVICE Quantised quantise(uint4 source) {
-    constexpr int kLanes = kQuantBlock / kPerSource;
+CUEP_DEVICE Quantised<kPerSource> quantise(uint4 source) {
     float x[kPerSource];
     unpack<src_t>(source, x);
-    uint32_t amax = 0;
-#pragma unroll
-    for (int i = 0; i < kPerSource; i++) amax = max(amax, detail::float_word(x[i]) & 0x7fffffffu);
-#pragma unroll
-    for (int d = kLanes / 2; d > 0; d /= 2) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, d));
-    Quantised result;
-    result.scale = scale_of<kQuant == 1>(amax);
-#pragma unroll
-    for (int i = 0; i < kPerSource; i += 4) {
-        float q[4];
-#pragma unroll
-        for (int c = 0; c < 4; c++) q[c] = __fmul_rn(x[i + c], result.scale.inverse);
-        result.codes[i / 4] = pack_e4m3(q[0], q[1], q[2], q[3]);
-    }
-    return result;
+    return quantise_values<kQuant == 1>(x);
 }
 
 // The vec-th of a row's pieces; the first lane of a block stores its scale.
-CUEP_DEVICE void store_quantised(uint8_t* values, uint8_t* scales, int vec, const Quantised& quantised) {
+CUEP_DEVICE void store_quantised(uint8_t* values, uint8_t* scales, int vec, const Quantised<kPerSource>& quantised) {
     constexpr int kLanes = kQuantBlock / kPerSource;
 #pragma unroll
     for (int i = 0; i < kPerSource; i += 4) {
