@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _ROUTE_BLOCKS = 8  # one places rows, one counts experts, the others copy
 _SMEM_BYTES = 200 * 1024  # of a block, for rows in flight, where the GPU has that much
 _STATIC_SMEM_BYTES = 2048  # left for everything else
+_PIECE_BYTES = 3584  # kMostPieceBytes of ht_combine_partial.cu
 _RECV_FIELDS = ("topk_idx", "topk_weights", "source")  # of a receive buffer (flat), beside rows
 
 
@@ -80,8 +81,12 @@ class HighThroughput:
         smem_bytes = group.world.backend.max_smem_bytes
         route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
-        out = _pipeline(room, "kNumWarps" if self._is_flat else "kNumSendWarps", 4, 3, smem_bytes)
-        home = _pipeline(cfg.combine_row_bytes, "kNumPushWarps", 7, 2, smem_bytes) if self._is_flat else {}
+        movers = {"kNumWarps": 4} if self._is_flat else {"kNumSendWarps": 3, "kNumReceiveWarps": 3}
+        out = _pipeline(room, movers, 3 if self._is_flat else 2, smem_bytes)
+        if self._is_flat:
+            home = _pipeline(cfg.combine_row_bytes, {"kNumPushWarps": 7}, 2, smem_bytes)
+        else:
+            home = _pipeline(min(cfg.combine_row_bytes, _PIECE_BYTES), {"kNumPushWarps": 7}, 8, smem_bytes)
         self._route, self._dispatch, self._combine = load_kernels(
             group,
             [
@@ -254,18 +259,22 @@ class HighThroughput:
         )
 
 
-def _pipeline(row_bytes: int, warps_name: str, num_warps: int, num_stages: int, max_smem_bytes: int) -> dict[str, int]:
+def _pipeline(row_bytes: int, num_warps: dict[str, int], num_stages: int, max_smem_bytes: int) -> dict[str, int]:
     """Tunables: how many warps of a block move rows, each with how many in flight, as far as shared memory goes.
 
-    Empty where there is no shared memory to fill: the kernel's own defaults.
+    num_warps: how many of each kind are wanted. Empty where there is no shared memory to fill: the kernel's own
+    defaults.
     """
     if max_smem_bytes == 0:
         return {}
     smem_bytes = min(_SMEM_BYTES, max_smem_bytes - _STATIC_SMEM_BYTES)
-    fitting = smem_bytes // (row_bytes + 256)
-    if fitting < 2:
+    fitting = smem_bytes // (-(-row_bytes // 128) * 128 + 8)  # RowPipe
+    least = 2 * len(num_warps)  # a row is loaded while the one before it is stored
+    if fitting < least:
         raise ArgumentError(
-            f"hidden: a row of {row_bytes} bytes is too long for mode='ht', two must fit in {smem_bytes}"
+            f"hidden: a row of {row_bytes} bytes is too long for mode='ht', {least} must fit in {smem_bytes}"
         )
-    stages = min(num_stages, fitting)
-    return {warps_name: max(1, min(num_warps, fitting // stages)), "kNumStages": stages}
+    stages = min(num_stages, fitting // len(num_warps))
+    wanted = sum(num_warps.values())
+    room = min(wanted, fitting // stages)
+    return {name: max(1, number * room // wanted) for name, number in num_warps.items()} | {"kNumStages": stages}

@@ -1,23 +1,28 @@
 // serves: layout=expert_major reduce=per_rank
 // High-throughput combine of expert_major rows. For every (token, rank) that came here, a push warp adds up the rows of
-// this rank's experts, weighted, in fp32 and in order of k, rounds once, and stores the sum straight into the owner's
-// staging, with a flag; sum warps add up this rank's own tokens as the ranks' sums arrive. Sums for own tokens take the
-// same way, so that they are rounded likewise. Cost: one row over the link per (token, rank), N rows of staging a
-// token.
+// this rank's experts, which the bulk-copy engine brings into shared memory piece by piece, weighted, in fp32 and in
+// order of k, rounds once, and stores the sum straight into the owner's staging, with a flag; sum warps add up this
+// rank's own tokens as the ranks' sums arrive. Sums for own tokens take the same way, so that they are rounded
+// likewise. Cost: one row over the link per (token, rank), N rows of staging a token.
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
+#include <cuep/bulk.cuh>
 #include <cuep/convert.cuh>
 #include <cuep/operation.cuh>
+#include <cuep/row_pipe.cuh>
 #include <cuep/ht_home.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
-constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumPushWarps = 8, kNumSumWarps = 12;
+constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
+constexpr int kNumPushWarps = 7, kNumSumWarps = 8, kNumStages = 8, kMostPieceBytes = 3584;
 using elem_t = cuep::bf16_t;
 #endif
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
-CUEP_TUNABLE(kNumPushWarps, 8, 1);
-CUEP_TUNABLE(kNumSumWarps, 12, 1);
+CUEP_TUNABLE(kNumPushWarps, 7, 1);
+CUEP_TUNABLE(kNumSumWarps, 8, 1);
+CUEP_TUNABLE(kNumStages, 8, 3);
+CUEP_TUNABLE(kMostPieceBytes, 3584, 64);
 
 using namespace cuep;
 
@@ -61,58 +66,110 @@ struct Params {
 
 constexpr int kNumThreads = (kNumPushWarps + kNumSumWarps) * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
-constexpr int kRowVecs = kRowBytes / 16;
-constexpr int kVecsInFlight = 4;  // pieces of a row that a lane of a push warp reads at once
+constexpr int kNumPieces = (kRowBytes + kMostPieceBytes - 1) / kMostPieceBytes;  // of a row that is added up
+constexpr int kPieceBytes = (kRowBytes + kNumPieces * 16 - 1) / (kNumPieces * 16) * 16;
+constexpr int kVecsPerLane = (kPieceBytes / 16 + 31) / 32;
 using Rows = Home<kNumRanks, kNumLocalExperts, kNumTopk, kRowBytes, elem_t, true>;
-CUEP_LAUNCH(kNumThreads, 0)
+using Pipe = RowPipe<kPieceBytes, kNumStages>;
+CUEP_LAUNCH(kNumThreads, kNumPushWarps* Pipe::kSmemBytes)
 
-// The weighted sum of rows slot(k) of expert_out, for the lanes k in `filled`, to `to`. The whole warp calls.
-CUEP_DEVICE void push_sum(const Params& p, uint32_t filled, int32_t slot, float weight, uint4* to) {
-    constexpr int kElemsPerVec = kPerVec<elem_t>;
-    for (int first_vec = lane_idx(); first_vec - lane_idx() < kRowVecs; first_vec += 32 * kVecsInFlight) {
-        float sum[kVecsInFlight][kElemsPerVec];
-#pragma unroll
-        for (int j = 0; j < kVecsInFlight; j++) {
-#pragma unroll
-            for (int c = 0; c < kElemsPerVec; c++) sum[j][c] = 0.0f;
+CUEP_DEVICE uint32_t piece_bytes(int piece) {
+    return static_cast<uint32_t>(min(kPieceBytes, kRowBytes - piece * kPieceBytes));
+}
+
+// Rows that make up the answer to a message: lane k has that of k, or -1. The whole warp calls.
+CUEP_DEVICE int32_t slot_of_lane(const Params& p, const Rows::Walk& walk) {
+    return lane_idx() < kNumTopk ? p.message_slots[walk.row() * kNumTopk + lane_idx()] : -1;
+}
+
+// The pieces that one push warp needs, in the order in which it needs them: by message, by piece, by k.
+struct PieceWalk {
+    Rows::Walk walk;
+    int32_t slot;
+    uint32_t filled, rest;  // lanes with a row; those whose piece is still to come
+    int piece;
+
+    CUEP_DEVICE PieceWalk(const Params& p, const Rows::Walk& first) : walk(first) { begin_message(p); }
+
+    CUEP_DEVICE bool is_over() const { return walk.is_over(); }
+
+    // To the first message from here on that has rows.
+    CUEP_DEVICE void begin_message(const Params& p) {
+        for (filled = 0; !walk.is_over(); walk.advance()) {
+            slot = slot_of_lane(p, walk);
+            filled = __ballot_sync(0xffffffffu, slot >= 0);
+            if (filled != 0) break;
         }
-        for (uint32_t rest = filled; rest != 0; rest &= rest - 1) {
-            const int k = __ffs(static_cast<int>(rest)) - 1;
-            const int64_t row = __shfl_sync(0xffffffffu, slot, k);
-            const float w = __shfl_sync(0xffffffffu, weight, k);
-            const uint4* from = reinterpret_cast<const uint4*>(p.expert_out + row * p.expert_out_stride);
-            uint4 v[kVecsInFlight];
+        rest = filled;
+        piece = 0;
+    }
+
+    CUEP_DEVICE const uint8_t* address(const Params& p) const {
+        const int64_t row = __shfl_sync(0xffffffffu, slot, __ffs(static_cast<int>(rest)) - 1);
+        return p.expert_out + row * p.expert_out_stride + piece * kPieceBytes;
+    }
+
+    CUEP_DEVICE void advance(const Params& p) {
+        rest &= rest - 1;
+        if (rest != 0) return;
+        rest = filled;
+        if (++piece < kNumPieces) return;
+        walk.advance();
+        begin_message(p);
+    }
+};
+
+// Adds weight * piece of a row to the sums of this lane.
+CUEP_DEVICE void add_piece(const uint8_t* staged,
+                           int num_vecs,
+                           float weight,
+                           float (&sum)[kVecsPerLane][kPerVec<elem_t>]) {
 #pragma unroll
-            for (int j = 0; j < kVecsInFlight; j++) {
-                if (first_vec + 32 * j < kRowVecs) v[j] = load_16(from + first_vec + 32 * j);
-            }
+    for (int j = 0; j < kVecsPerLane; j++) {
+        const int vec = lane_idx() + 32 * j;
+        if (vec >= num_vecs) continue;
+        float term[kPerVec<elem_t>];
+        unpack<elem_t>(reinterpret_cast<const uint4*>(staged)[vec], term);
 #pragma unroll
-            for (int j = 0; j < kVecsInFlight; j++) {
-                if (first_vec + 32 * j >= kRowVecs) continue;
-                float term[kElemsPerVec];
-                unpack<elem_t>(v[j], term);
-#pragma unroll
-                for (int c = 0; c < kElemsPerVec; c++) sum[j][c] = __fadd_rn(sum[j][c], __fmul_rn(w, term[c]));
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < kVecsInFlight; j++) {
-            const int vec = first_vec + 32 * j;
-            if (vec < kRowVecs) store_16(to + vec, pack<elem_t>(sum[j]));
-        }
+        for (int c = 0; c < kPerVec<elem_t>; c++) sum[j][c] = __fadd_rn(sum[j][c], __fmul_rn(weight, term[c]));
     }
 }
 
-// One push warp's share of the messages that this rank answers.
-CUEP_DEVICE void push_sums(const Params& p, const Operation& op, const int32_t* recv_base, int warp) {
+// One push warp's share of the messages that this rank answers. Pieces are brought into shared memory kNumStages ahead,
+// across the messages.
+CUEP_DEVICE void push_sums(const Params& p, const Operation& op, const int32_t* recv_base, int warp, Pipe pipe) {
     const int lane = lane_idx();
-    for (Rows::Walk walk(p.rank, recv_base, warp, kNumPushWarps); !walk.is_over(); walk.advance()) {
+    Rows::Walk walk(p.rank, recv_base, warp, kNumPushWarps);
+    PieceWalk ahead(p, walk);
+    auto load_next = [&](int stage) {
+        if (ahead.is_over()) return;
+        pipe.load(stage, ahead.address(p), piece_bytes(ahead.piece));
+        ahead.advance(p);
+    };
+    for (int stage = 0; stage < kNumStages; stage++) load_next(stage);
+    for (int stage = 0; !walk.is_over(); walk.advance()) {
         const int dst = walk.peer(), slot_there = walk.slot();
-        const int64_t at = walk.row() * kNumTopk + lane;
-        const int32_t slot = lane < kNumTopk ? p.message_slots[at] : -1;
-        const float weight = slot >= 0 && p.is_weighted ? p.message_weights[at] : 1.0f;
+        const int32_t slot = slot_of_lane(p, walk);
+        const float weight = slot >= 0 && p.is_weighted ? p.message_weights[walk.row() * kNumTopk + lane] : 1.0f;
         const uint32_t filled = __ballot_sync(0xffffffffu, slot >= 0);
-        push_sum(p, filled, slot, weight, reinterpret_cast<uint4*>(Rows::staged_row(p, dst, p.rank, slot_there)));
+        uint8_t* to = Rows::staged_row(p, dst, p.rank, slot_there);
+        for (int piece = 0; piece < kNumPieces; piece++) {
+            const int num_vecs = static_cast<int>(piece_bytes(piece)) / 16;
+            float sum[kVecsPerLane][kPerVec<elem_t>] = {};
+            for (uint32_t rest = filled; rest != 0; rest &= rest - 1) {
+                const float w = __shfl_sync(0xffffffffu, weight, __ffs(static_cast<int>(rest)) - 1);
+                pipe.wait(stage);
+                add_piece(pipe.stage_at(stage), num_vecs, w, sum);
+                fence_proxy_async_shared();  // what lanes have read is refilled
+                load_next(stage);
+                stage = Pipe::after(stage);
+            }
+            uint4* vecs = reinterpret_cast<uint4*>(to + piece * kPieceBytes);
+#pragma unroll
+            for (int j = 0; j < kVecsPerLane; j++) {
+                if (lane + 32 * j < num_vecs) store_16(vecs + lane + 32 * j, pack<elem_t>(sum[j]));
+            }
+        }
         if (p.row_weight_grads != nullptr && lane < kNumTopk) {
             Rows::staged_grads(p, dst, p.rank, slot_there)[lane] = slot < 0 ? 0.0f : p.row_weight_grads[slot];
         }
@@ -122,12 +179,15 @@ CUEP_DEVICE void push_sums(const Params& p, const Operation& op, const int32_t* 
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_partial(const __grid_constant__ Params p) {
+    CUEP_DYNAMIC_SMEM(smem);
     if (is_skipped(p, Op::kCombine, (p.state->refused | p.state->unrouted) != 0)) return;
     Rows::combine<kNumPushWarps, kNumSumWarps>(
         p,
         p.expert_offsets[kNumLocalExperts],
         p.is_weighted,
-        [&](const Operation& op, const int32_t* recv_base, int warp) { push_sums(p, op, recv_base, warp); },
+        [&](const Operation& op, const int32_t* recv_base, int warp) {
+            push_sums(p, op, recv_base, warp, Pipe(smem, warp, kNumPushWarps));
+        },
         [&](int64_t) { return static_cast<const uint8_t*>(nullptr); },  // own sums are staged as well
         [&](int64_t message, int k) {
             const int32_t slot = p.message_slots[message * kNumTopk + k];

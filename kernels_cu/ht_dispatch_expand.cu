@@ -1,9 +1,10 @@
 // serves: layout=expert_major
 // High-throughput dispatch, expert_major. One row per (token, rank) crosses the link: send warps store it with the
-// bulk- copy engine straight into the slot of its smallest k, with a header (slots and weights of the token's experts
-// there) beside it, and a flag behind both. As flags arrive, receive warps copy each row to its other slots, so that
-// copying overlaps with the links, and keep the header in the handle, for combine. A rank first tells its peers which
-// of its receive buffers to fill: by then its stream is past all readers of that buffer and of the headers.
+// bulk-copy engine straight into the slot of its smallest k, with a header (slots and weights of the token's experts
+// there) beside it, and a flag behind both; own rows go to all their slots at once. As flags arrive, receive warps
+// bring each row into shared memory and store it to its other slots, so that copying overlaps with the links, and keep
+// the header in the handle, for combine. A rank first tells its peers which of its receive buffers to fill: by then its
+// stream is past all readers of that buffer and of the headers.
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/bulk.cuh>
@@ -14,7 +15,7 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
-constexpr int kNumSendWarps = 4, kNumReceiveWarps = 12, kNumStages = 3;
+constexpr int kNumSendWarps = 3, kNumReceiveWarps = 3, kNumStages = 2;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 using src_t = cuep::bf16_t;
 #endif
@@ -23,9 +24,9 @@ using src_t = cuep::bf16_t;
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 src_t=cuep::bf16_t
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 src_t=float
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t
-CUEP_TUNABLE(kNumSendWarps, 4, 1);
-CUEP_TUNABLE(kNumReceiveWarps, 12, 1);
-CUEP_TUNABLE(kNumStages, 3, 2);
+CUEP_TUNABLE(kNumSendWarps, 3, 1);
+CUEP_TUNABLE(kNumReceiveWarps, 3, 1);
+CUEP_TUNABLE(kNumStages, 2, 2);
 #include <cuep/ht_source.cuh>
 
 using namespace cuep;
@@ -72,11 +73,10 @@ struct Params {
 
 constexpr int kNumThreads = (kNumSendWarps + kNumReceiveWarps) * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
-constexpr int kVecsInFlight = 4;  // pieces of a row that a lane of a receive warp reads at once
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
-using Messages = PeerWalk<kNumRanks, kNumRanks>;
+using Messages = PeerWalk<kNumRanks, (kNumRanks > 1 ? kNumRanks - 1 : 1)>;  // those of peers
 static_assert(kNumThreads > kNumRanks, "one thread for each rank and one more read recv_base");
-CUEP_LAUNCH(kNumThreads, kNumSendWarps* Pipe::kSmemBytes)
+CUEP_LAUNCH(kNumThreads, (kNumSendWarps + kNumReceiveWarps) * Pipe::kSmemBytes)
 
 CUEP_DEVICE int2* header_of(const Params& p, int dst, int64_t message) {
     return reinterpret_cast<int2*>(p.arena[dst] + p.headers_offset) + message * kNumTopk;
@@ -98,7 +98,38 @@ struct TokenWalk {
     }
 };
 
-// The row of token t, and a header, to each of its ranks. The whole warp calls.
+// What combine and the caller need of a message: where its rows are, their weights, and where they come from. Lane k
+// has slot and weight of k. The whole warp calls.
+CUEP_DEVICE void keep_header(const Params& p, int64_t message, int src, int32_t token, int32_t slot, float weight) {
+    const int lane = lane_idx();
+    if (lane >= kNumTopk) return;
+    p.message_slots[message * kNumTopk + lane] = slot;
+    p.message_weights[message * kNumTopk + lane] = weight;
+    if (slot < 0) return;
+    int32_t* source = p.source + static_cast<int64_t>(slot) * 3;
+    source[0] = src;
+    source[1] = token;
+    source[2] = lane;
+    p.row_weights[slot] = weight;
+}
+
+// Bulk stores of a row to the slot of each lane in `to`, here, or in the caller's array. The whole warp calls.
+CUEP_DEVICE void store_here(const Params& p, const uint8_t* staged, int32_t slot, uint32_t to) {
+    const bool is_out = p.out != nullptr;
+    for (uint32_t rest = to; rest != 0; rest &= rest - 1) {
+        const int64_t row = __shfl_sync(0xffffffffu, slot, __ffs(static_cast<int>(rest)) - 1);
+        if (is_out) {
+            bulk_store(p.out + row * p.out_stride, staged, kTokenBytes);
+            if constexpr (kHasScales) copy_scales(p, staged, row);
+        } else {
+            bulk_store(at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, row, kRowBytes), staged, kRowBytes);
+        }
+    }
+    if (kHasScales && is_out) fence_proxy_async_shared();  // lanes have read what is refilled
+}
+
+// The row of token t to each of its ranks: here to all its slots, elsewhere to one, with a header. The whole warp
+// calls.
 CUEP_DEVICE void send_token(const Params& p, const uint32_t* buffers, const TokenWalk& walk, uint8_t* staged) {
     finish_row(p, walk.t, staged);
     const int lane = lane_idx();
@@ -112,14 +143,18 @@ CUEP_DEVICE void send_token(const Params& p, const uint32_t* buffers, const Toke
         const int dst = (p.rank + i) % kNumRanks;
         const int32_t message = __shfl_sync(0xffffffffu, messages, dst);
         if (message < 0) continue;
-        const uint32_t filled = __ballot_sync(0xffffffffu, owner == dst && slot >= 0);
+        const int32_t slot_there = owner == dst ? slot : -1;
+        const uint32_t filled = __ballot_sync(0xffffffffu, slot_there >= 0);
+        if (dst == p.rank) {
+            store_here(p, staged, slot, filled);
+            keep_header(p, message, dst, walk.t, slot_there, weight);
+            continue;
+        }
         const int32_t first = __shfl_sync(0xffffffffu, slot, filled == 0 ? 0 : __ffs(static_cast<int>(filled)) - 1);
         if (filled != 0) {
             bulk_store(at_row<uint8_t>(p, p.tokens_offset, dst, buffers[dst], first, kRowBytes), staged, kRowBytes);
         }
-        if (lane < kNumTopk) {
-            header_of(p, dst, message)[lane] = make_int2(owner == dst ? slot : -1, __float_as_int(weight));
-        }
+        if (lane < kNumTopk) header_of(p, dst, message)[lane] = make_int2(slot_there, __float_as_int(weight));
     }
 }
 
@@ -133,73 +168,69 @@ CUEP_DEVICE void send_rows(const Params& p, const Operation& op, const uint32_t*
         [&](const TokenWalk& walk, uint8_t* staged) { send_token(p, buffers, walk, staged); },
         [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_message
             const int32_t message = walk.message(p);
-            if (message >= 0) {
+            if (message >= 0 && lane_idx() != p.rank) {
                 st_release_sys(flag_of(p, lane_idx(), message), tagged(op, static_cast<uint32_t>(walk.t)));
             }
         });
 }
 
-// The first kBytes of row `from` to the row of each lane in `to`. The whole warp calls.
-template <int kBytes>
-CUEP_DEVICE void copy_row(const uint8_t* from, uint8_t* base, int64_t stride, int32_t slot, uint32_t to) {
-    constexpr int kRowVecs = kBytes / 16;
-    const uint4* source = reinterpret_cast<const uint4*>(from);
-    for (int first_vec = lane_idx(); first_vec - lane_idx() < kRowVecs; first_vec += 32 * kVecsInFlight) {
-        uint4 v[kVecsInFlight];
-#pragma unroll
-        for (int j = 0; j < kVecsInFlight; j++) {
-            if (first_vec + 32 * j < kRowVecs) v[j] = load_16(source + first_vec + 32 * j);
-        }
-        for (uint32_t rest = to; rest != 0; rest &= rest - 1) {
-            const int64_t row = __shfl_sync(0xffffffffu, slot, __ffs(static_cast<int>(rest)) - 1);
-            uint4* target = reinterpret_cast<uint4*>(base + row * stride);
-#pragma unroll
-            for (int j = 0; j < kVecsInFlight; j++) {
-                if (first_vec + 32 * j < kRowVecs) store_16(target + first_vec + 32 * j, v[j]);
-            }
-        }
-    }
-}
+// A message that has come: lane k has the slot of k; `missing`: the lanes whose slots are still to be filled.
+struct Message {
+    int32_t slot;
+    uint32_t missing;
+};
 
-// Waits for a message and puts its row where it is missing. The whole warp calls; false: gave up.
-CUEP_DEVICE bool receive_message(const Params& p, const Operation& op, const Messages& walk) {
+// Waits for a message, keeps its header, and asks for its row if that is missing anywhere. The whole warp calls; false:
+// gave up.
+CUEP_DEVICE bool receive_message(
+    const Params& p, const Operation& op, const Messages& walk, Pipe& pipe, int stage, Message& message) {
     const int lane = lane_idx(), src = walk.peer();
-    const int64_t message = walk.row();
+    const int64_t at = walk.row();
     uint32_t token = 0;
     bool is_ok = true;
-    if (lane == 0) is_ok = wait_flag(op, flag_of(p, p.rank, message), Phase::kRows, src, token);
+    if (lane == 0) is_ok = wait_flag(op, flag_of(p, p.rank, at), Phase::kRows, src, token);
     if (!__all_sync(0xffffffffu, is_ok)) return false;
     __syncwarp();  // a vote orders no memory: now every lane may read what one lane has waited for
     token = __shfl_sync(0xffffffffu, token, 0);
-    const int2 header = lane < kNumTopk ? header_of(p, p.rank, message)[lane] : make_int2(-1, 0);
-    const int32_t slot = header.x;
-    if (lane < kNumTopk) {
-        p.message_slots[message * kNumTopk + lane] = slot;
-        p.message_weights[message * kNumTopk + lane] = __int_as_float(header.y);
+    const int2 header = lane < kNumTopk ? header_of(p, p.rank, at)[lane] : make_int2(-1, 0);
+    message.slot = header.x;
+    const uint32_t filled = __ballot_sync(0xffffffffu, message.slot >= 0);
+    message.missing = p.out != nullptr ? filled : filled & (filled - 1);
+    if (message.missing != 0) {
+        const int32_t first = __shfl_sync(0xffffffffu, message.slot, __ffs(static_cast<int>(filled)) - 1);
+        fence_proxy_async();               // what the peer stored comes before the bulk copy that reads it
+        bulk_wait_read<kNumStages - 2>();  // the stage that is refilled was stored so many rows ago
+        pipe.load<kRowBytes>(stage, at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, first, kRowBytes));
     }
-    if (slot >= 0) {
-        int32_t* source = p.source + static_cast<int64_t>(slot) * 3;
-        source[0] = src;
-        source[1] = static_cast<int32_t>(token);
-        source[2] = lane;
-        p.row_weights[slot] = __int_as_float(header.y);
-    }
-    const uint32_t filled = __ballot_sync(0xffffffffu, slot >= 0);
-    const bool is_out = p.out != nullptr;
-    const uint32_t missing = is_out ? filled : filled & (filled - 1);
-    if (missing == 0) return true;
-    const int32_t first = __shfl_sync(0xffffffffu, slot, __ffs(static_cast<int>(filled)) - 1);
-    uint8_t* rows = at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, 0, kRowBytes);
-    const uint8_t* row = rows + static_cast<int64_t>(first) * kRowBytes;
-    if (!is_out) {
-        copy_row<kRowBytes>(row, rows, kRowBytes, slot, missing);
-        return true;
-    }
-    copy_row<kTokenBytes>(row, p.out, p.out_stride, slot, missing);
-    for (uint32_t rest = kHasScales ? missing : 0; rest != 0; rest &= rest - 1) {
-        copy_scales(p, row, __shfl_sync(0xffffffffu, slot, __ffs(static_cast<int>(rest)) - 1));
-    }
+    keep_header(p, at, src, static_cast<int32_t>(token), message.slot, __int_as_float(header.y));
     return true;
+}
+
+// One receive warp's share of the messages of peers: each row is on its way into shared memory while the next message
+// is waited for. False: gave up.
+CUEP_DEVICE bool receive_rows(const Params& p, const Operation& op, Messages walk, Pipe pipe) {
+    Message loaded{-1, 0};  // into the stage before this one
+    bool is_ok = true;
+    int stage = 0;
+    auto store_loaded = [&] {
+        if (loaded.missing == 0) return;
+        const int before = Pipe::before(stage);
+        pipe.wait(before);
+        store_here(p, pipe.stage_at(before), loaded.slot, loaded.missing);
+        bulk_commit();
+    };
+    for (; is_ok && !walk.is_over(); walk.advance()) {
+        Message next;
+        is_ok = receive_message(p, op, walk, pipe, stage, next);
+        if (!is_ok) break;
+        store_loaded();
+        loaded = next;
+        if (loaded.missing != 0) stage = Pipe::after(stage);
+    }
+    store_loaded();
+    bulk_wait<0>();
+    fence_proxy_async();
+    return is_ok;
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_expand(const __grid_constant__ Params p) {
@@ -220,11 +251,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_expand(
 
     // send warps send all they owe and wait for nobody; receive warps wait for each message
     bool is_ok = true;
-    if (refused_by < 0 && warp < kNumSendWarps) {
-        send_rows(p, op, buffers, warp, Pipe(smem, warp, kNumSendWarps));
-    } else if (refused_by < 0) {
-        Messages walk(p.rank, recv_base, warp - kNumSendWarps, kNumReceiveWarps);
-        for (; is_ok && !walk.is_over(); walk.advance()) is_ok = receive_message(p, op, walk);
+    if (refused_by < 0) {
+        const Pipe pipe(smem, warp, kNumSendWarps + kNumReceiveWarps);
+        if (warp < kNumSendWarps) {
+            send_rows(p, op, buffers, warp, pipe);
+        } else if constexpr (kNumRanks > 1) {
+            is_ok = receive_rows(p, op, Messages(p.rank, recv_base, warp - kNumSendWarps, kNumReceiveWarps), pipe);
+        }
     }
     if (block_any(!is_ok)) return;
 

@@ -307,7 +307,7 @@ def test_two_handles_at_once(world: Any, groups: Any, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_token_counts_compile_nothing(world: Any, mode: str) -> None:
     """F08: T and the most tokens are run-time values, in either of ll's variants for few and for many tokens."""
-    for most in (1, 4, 16, 20):
+    for most in (1, 4, 7, 16, 20):  # few tokens: how many blocks share a row
         with cuep.Group(world, config(mode, max_tokens_per_rank=most)) as group:
             run_step(world, group, random_step(world, group.cfg, 0, min(most, 3)))
     before = jit.stats.compiled

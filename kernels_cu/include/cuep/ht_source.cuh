@@ -9,19 +9,31 @@ namespace cuep {
 // Shared memory for a row: what is loaded, and behind it the scales until all of it has been read.
 constexpr int kStageRoom = kIsQuant ? kSrcBytes + kNumBlocks * kQuant : kRowBytes;
 
-// Values in place of the row, scales behind them. A piece of 16 bytes leaves at most 8, so what is written over has
-// been read, by this turn at the latest.
+// Values in place of the row, scales behind them. Each lane has four pieces at a time, of different blocks. A piece of
+// 16 bytes leaves at most 8, so what is written over has been read, by this turn at the latest.
 CUEP_DEVICE void quantise_row(uint8_t* row) {
     const int lane = lane_idx();
     uint8_t* scales = row + kSrcBytes;
 #pragma unroll 1
-    for (int first = 0; first < kSrcVecs; first += kWarpSize) {
-        const int vec = first + lane;
-        uint4 source = make_uint4(0, 0, 0, 0);
-        if (vec < kSrcVecs) source = reinterpret_cast<const uint4*>(row)[vec];
-        const auto quantised = quantise(source);
+    for (int first = lane; first - lane < kSrcVecs; first += kWarpSize * kBlocksAtOnce) {
+        float x[kBlocksAtOnce][kPerSource];
+#pragma unroll
+        for (int j = 0; j < kBlocksAtOnce; j++) {
+            const int vec = first + kWarpSize * j;
+            const uint4 nothing = make_uint4(0, 0, 0, 0);
+            unpack<src_t>(vec < kSrcVecs ? reinterpret_cast<const uint4*>(row)[vec] : nothing, x[j]);
+        }
+        const BlockScales<kPerSource> found = scales_of<kQuant == 1>(x);
+        const int block = (first + kWarpSize * found.which) / (kQuantBlock / kPerSource);
+        if (found.is_first && block < kNumBlocks) store_scale(scales, block, found.scale);
         __syncwarp();
-        if (vec < kSrcVecs) store_quantised(row, scales, vec, quantised);
+#pragma unroll
+        for (int j = 0; j < kBlocksAtOnce; j++) {
+            const int vec = first + kWarpSize * j;
+            uint32_t codes[kPerSource / 4];
+            multiply_out(x[j], found.inverse(j), codes);
+            if (vec < kSrcVecs) store_codes(row, vec, codes);
+        }
     }
     __syncwarp();
     for (int i = lane; i < kRowBytes - kHidden; i += kWarpSize) {

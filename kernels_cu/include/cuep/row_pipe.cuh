@@ -33,6 +33,10 @@ struct RowPipe {
         bulk_load(stage_at(stage), row, kBytes, loaded + stage);
     }
 
+    CUEP_DEVICE void load(int stage, const uint8_t* row, uint32_t bytes) {
+        bulk_load(stage_at(stage), row, bytes, loaded + stage);
+    }
+
     CUEP_DEVICE void wait(int stage) {
         mbarrier_wait(loaded + stage, parity >> stage & 1u);
         parity ^= 1u << stage;

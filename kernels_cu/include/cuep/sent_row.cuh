@@ -46,20 +46,27 @@ CUEP_DEVICE Quantised<kPerSource> quantise(uint4 source) {
     return quantise_values<kQuant == 1>(x);
 }
 
+CUEP_DEVICE void store_codes(uint8_t* values, int vec, const uint32_t (&codes)[kPerSource / 4]) {
+#pragma unroll
+    for (int i = 0; i < kPerSource; i += 4) {
+        *reinterpret_cast<uint32_t*>(values + vec * kPerSource + i) = codes[i / 4];
+    }
+}
+
+CUEP_DEVICE void store_scale(uint8_t* scales, int block, const Scale& scale) {
+    uint8_t* stored = scales + block * kQuant;
+    if constexpr (kQuant == 4) {
+        *reinterpret_cast<uint32_t*>(stored) = scale.bits;
+    } else {
+        *stored = static_cast<uint8_t>(scale.bits);
+    }
+}
+
 // The vec-th of a row's pieces; the first lane of a block stores its scale.
 CUEP_DEVICE void store_quantised(uint8_t* values, uint8_t* scales, int vec, const Quantised<kPerSource>& quantised) {
     constexpr int kLanes = kQuantBlock / kPerSource;
-#pragma unroll
-    for (int i = 0; i < kPerSource; i += 4) {
-        *reinterpret_cast<uint32_t*>(values + vec * kPerSource + i) = quantised.codes[i / 4];
-    }
-    if (vec % kLanes != 0) return;
-    uint8_t* stored = scales + vec / kLanes * kQuant;
-    if constexpr (kQuant == 4) {
-        *reinterpret_cast<uint32_t*>(stored) = quantised.scale.bits;
-    } else {
-        *stored = static_cast<uint8_t>(quantised.scale.bits);
-    }
+    store_codes(values, vec, quantised.codes);
+    if (vec % kLanes == 0) store_scale(scales, vec / kLanes, quantised.scale);
 }
 
 }  // namespace cuep
