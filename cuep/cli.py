@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--combine-quant", help="logfmt10 or fp8_block128: how combine's rows travel (ll; default: as is)"
     )
     bench.add_argument("--alignment", type=_count, default=1, help="of zones, ht expert_major (%(default)s)")
+    bench.add_argument("--zero-padding", action="store_true", help="dispatch zeroes the padding of zones")
     bench.add_argument("--num-sms", type=_count, help="blocks a kernel may use (default: cuep's choice)")
     bench.add_argument(
         "--routing",
@@ -205,6 +206,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
         combine_quant=options.combine_quant,
         in_place=2 if options.in_place else 0,  # two handles at most are timed
         alignment=options.alignment,
+        zero_padding=options.zero_padding,
         num_sms=options.num_sms,
         routing=options.routing,
         staged=options.staged,

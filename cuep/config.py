@@ -42,7 +42,12 @@ _MOST = {
     "max_recv_tokens_per_rank": 2**31 - 1,
 }
 _OPTIONAL = ("num_sms", "max_recv_tokens_per_rank")  # None is allowed
-_HT_ONLY = {"max_recv_tokens_per_rank": None, "overflow": "raise", "alignment": 1}  # name -> default
+_HT_ONLY = {  # name -> default
+    "max_recv_tokens_per_rank": None,
+    "overflow": "raise",
+    "alignment": 1,
+    "zero_padding": False,
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,9 @@ class GroupConfig:
         overflow: ht: what happens when a rank would receive more: "raise" (nothing is sent, every rank raises) or
             "drop" (the last rows in the layout's order are left out, the same on every run).
         alignment: ht expert_major: every expert's zone starts at a multiple of this many rows.
+        zero_padding: ht expert_major: dispatch sets the rows between an expert's last row and the next zone to 0, and
+            their scales: for matrix products that sum over all rows, as those of weight gradients do. False: they are
+            unspecified.
         quant: "fp8_block128" quantises rows while they are sent: Received.tokens are e4m3 values with one scale for
             each 128 of them (Received.scales); how is in kernels_cu/include/cuep/quant.cuh. hidden must be a multiple
             of 128. "forward": the caller's quantised rows and their scales travel as they are: dispatch(x, scales).
@@ -123,6 +131,7 @@ class GroupConfig:
     max_recv_tokens_per_rank: int | None = None
     overflow: str = "raise"
     alignment: int = 1
+    zero_padding: bool = False
     quant: str | None = None
     scale_format: str = "fp32"
     scales_per_row: int | None = None
@@ -153,6 +162,7 @@ class GroupConfig:
             value = getattr(self, name)
             _require(isinstance(value, bool), name, value, "True or False")
             _require(self.mode == "ll" or not value, name, value, "False with mode='ht'")
+        _require(isinstance(self.zero_padding, bool), "zero_padding", self.zero_padding, "True or False")
         for name, most in _MOST.items():
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 object.__setattr__(self, name, _count(getattr(self, name), name, most))
@@ -165,6 +175,7 @@ class GroupConfig:
             _require(most % self.alignment == 0, "max_recv_tokens_per_rank", most, rule)
         if self.layout == "flat":
             _require(self.alignment == 1, "alignment", self.alignment, f"1 {form}")
+            _require(not self.zero_padding, "zero_padding", self.zero_padding, f"False {form}")
         for dtype in {self.dtype, str(self.combine_dtype)}:
             elems = 16 * _FORWARDED[dtype] if dtype in _FORWARDED else 16 // DTYPE_BYTES[dtype]
             row_rule = f"a row of a multiple of 16 bytes: a multiple of {elems} with {dtype}"

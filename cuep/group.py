@@ -136,7 +136,7 @@ class Group:
             for name, (shape, dtype) in layout.workspace_arrays(self.cfg, self.num_ranks).items()
         }
         self._control_ops()[:, :3] = start_epoch
-        self._control_ops_end().view("uint32")[2] = bits((1,) * self.num_ranks)
+        self._control_ops_end().view("uint32")[1] = bits((1,) * self.num_ranks)
         self._start_epoch = start_epoch
         self.report = Report(backend.pinned(layout.REPORT_BYTES), self.rank)
 

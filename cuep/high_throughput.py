@@ -81,12 +81,9 @@ class HighThroughput:
         smem_bytes = group.world.backend.max_smem_bytes
         route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
-        movers = {"kNumWarps": 4} if self._is_flat else {"kNumSendWarps": 3, "kNumReceiveWarps": 3}
-        out = _pipeline(room, movers, 3 if self._is_flat else 2, smem_bytes)
-        if self._is_flat:
-            home = _pipeline(cfg.combine_row_bytes, {"kNumPushWarps": 7}, 2, smem_bytes)
-        else:
-            home = _pipeline(min(cfg.combine_row_bytes, _PIECE_BYTES), {"kNumPushWarps": 7}, 8, smem_bytes)
+        out = _pipeline(room, "kNumWarps", 6, 2, smem_bytes)
+        piece, num_ahead = (cfg.combine_row_bytes, 2) if self._is_flat else (_PIECE_BYTES, 8)
+        home = _pipeline(min(cfg.combine_row_bytes, piece), "kNumPushWarps", 7, num_ahead, smem_bytes)
         self._route, self._dispatch, self._combine = load_kernels(
             group,
             [
@@ -246,6 +243,7 @@ class HighThroughput:
         own |= {"max_tokens": cfg.max_tokens_per_rank, "max_rows": self._max_rows, "alignment": cfg.alignment}
         own = {"out_scales": 0} | own  # where rows have none
         own |= {"is_drop": cfg.overflow == "drop", "is_global_ids": cfg.expert_ids == "global"}
+        own["is_padding_zeroed"] = cfg.zero_padding
         recv = {f"{name.removeprefix('recv_')}_offset": at for name, at in offsets.items() if name.startswith("recv_")}
         route, dispatch, combine = (
             {f"{name.removeprefix(op)}_offset": at for name, at in offsets.items() if name.startswith(op)}
@@ -259,22 +257,18 @@ class HighThroughput:
         )
 
 
-def _pipeline(row_bytes: int, num_warps: dict[str, int], num_stages: int, max_smem_bytes: int) -> dict[str, int]:
+def _pipeline(row_bytes: int, warps_name: str, num_warps: int, num_stages: int, max_smem_bytes: int) -> dict[str, int]:
     """Tunables: how many warps of a block move rows, each with how many in flight, as far as shared memory goes.
 
-    num_warps: how many of each kind are wanted. Empty where there is no shared memory to fill: the kernel's own
-    defaults.
+    Empty where there is no shared memory to fill: the kernel's own defaults.
     """
     if max_smem_bytes == 0:
         return {}
     smem_bytes = min(_SMEM_BYTES, max_smem_bytes - _STATIC_SMEM_BYTES)
     fitting = smem_bytes // (-(-row_bytes // 128) * 128 + 8)  # RowPipe
-    least = 2 * len(num_warps)  # a row is loaded while the one before it is stored
-    if fitting < least:
+    if fitting < 2:  # a row is loaded while the one before it is stored
         raise ArgumentError(
-            f"hidden: a row of {row_bytes} bytes is too long for mode='ht', {least} must fit in {smem_bytes}"
+            f"hidden: a row of {row_bytes} bytes is too long for mode='ht', two must fit in {smem_bytes}"
         )
-    stages = min(num_stages, fitting // len(num_warps))
-    wanted = sum(num_warps.values())
-    room = min(wanted, fitting // stages)
-    return {name: max(1, number * room // wanted) for name, number in num_warps.items()} | {"kNumStages": stages}
+    stages = min(num_stages, fitting)
+    return {warps_name: min(num_warps, fitting // stages), "kNumStages": stages}

@@ -13,7 +13,7 @@ from cuep.config import GroupConfig
 from cuep.errors import ArgumentTypeError
 
 ALIGNMENT = 256  # bytes; of every region of the arena
-CONTROL_BYTES = 368  # struct Control in operation.cuh
+CONTROL_BYTES = 360  # struct Control in operation.cuh
 CONTROL_OP_WORDS = 4  # 8-byte words of each operation in it: epoch, received, read_until, and two of 4 bytes
 STATE_BYTES = 48  # struct HandleState
 STATE_NUM_TOKENS = 36  # bytes before its num_tokens
@@ -129,7 +129,7 @@ def _ht_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
         }
     else:
         regions["dispatch_headers"] = Region(messages * topk * 8)
-        regions["dispatch_flags"] = _words(messages)
+    regions["dispatch_flags"] = _words(messages)
     staged = messages - (cfg.max_tokens_per_rank if is_flat else 0)  # flat: own rows are read where they are
     counted = cfg.num_experts // num_ranks if is_flat else cfg.num_experts
     return regions | {

@@ -1,18 +1,20 @@
 // serves: layout=flat
 // High-throughput dispatch, flat. Each warp brings a row into shared memory once with the bulk-copy engine and stores
 // it straight into its final row at every destination; the destinations of a row are interleaved, since warps that
-// drift apart destination by destination collide on the links. No staging, no copy afterwards, unless the caller wants
-// the rows in an array of its own. A rank first tells its peers which of its receive buffers to fill: by then its
-// stream is past all readers of that buffer.
+// drift apart destination by destination collide on the links. No staging, no copy afterwards. Where the caller wants
+// the rows in an array of its own, its rank asks for a flag behind each row, and half of its warps copy rows out as
+// they come. A rank first tells its peers which of its receive buffers to fill: by then its stream is past all readers
+// of that buffer.
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/bulk.cuh>
 #include <cuep/operation.cuh>
 #include <cuep/row_pipe.cuh>
 #include <cuep/ht_receive.cuh>
+#include <cuep/ht_walk.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
-constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumWarps = 4, kNumStages = 3;
+constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumWarps = 6, kNumStages = 2;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 using src_t = cuep::bf16_t;
 #endif
@@ -21,8 +23,8 @@ using src_t = cuep::bf16_t;
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 src_t=cuep::bf16_t
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 src_t=float
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t
-CUEP_TUNABLE(kNumWarps, 4, 2);
-CUEP_TUNABLE(kNumStages, 3, 2);
+CUEP_TUNABLE(kNumWarps, 6, 2);
+CUEP_TUNABLE(kNumStages, 2, 2);
 #include <cuep/ht_source.cuh>
 
 using namespace cuep;
@@ -35,22 +37,25 @@ struct Params {
     int64_t source_offset;        // int32 [num_buffers, max_rows, 2]: rank, token
     int64_t ready_offset;    // uint64 [kReadyBanks, kNumRanks]: epoch, buffer that this peer receives into, or kRefused
     int64_t arrived_offset;  // uint64 [kNumRanks]: epoch; all rows of this peer are here
-    const uint8_t* x;        // [num_tokens] rows, x_stride bytes apart
+    int64_t flags_offset;  // uint64 [kNumRanks, max_tokens]: epoch; a row of this peer is here, where it is copied out
+    const uint8_t* x;      // [num_tokens] rows, x_stride bytes apart
     int64_t x_stride;
     const uint8_t* x_scales;  // the caller's scales, [num_tokens, kNumScales] of kScaleBytes, where rows come with them
     int64_t x_scales_row_stride;  // bytes between the scales of two tokens
     int64_t x_scales_stride;      // bytes between two scales of a token
     uint8_t* out;  // null, or [out_rows] rows, out_stride bytes apart: rows go there as well, and what belongs to them
-    int64_t out_stride;       // to the next three
-    uint8_t* out_scales;      // null, or [max_rows, kNumScales] of kScaleBytes: those of the rows in out
-    int32_t* out_topk_idx;    // [max_rows, kNumTopk]
-    float* out_topk_weights;  // [max_rows, kNumTopk]
-    int32_t* out_source;      // [max_rows, 2]
-    const int32_t* rows;      // [max_tokens, kNumRanks]: row at each rank, or -1
-    const int32_t* ids;       // [max_tokens, kNumTopk]
-    const float* weights;     // [max_tokens, kNumTopk]
-    const int32_t* total;     // [1]: rows for this rank, of which it receives at most max_rows
-    int32_t* high_water;      // [num_buffers]: rows of this rank's buffers that may hold ids
+    int64_t out_stride;        // to the next three
+    uint8_t* out_scales;       // null, or [max_rows, kNumScales] of kScaleBytes: those of the rows in out
+    int32_t* out_topk_idx;     // [max_rows, kNumTopk]
+    float* out_topk_weights;   // [max_rows, kNumTopk]
+    int32_t* out_source;       // [max_rows, 2]
+    const int32_t* rows;       // [max_tokens, kNumRanks]: row at each rank, or -1
+    const int32_t* send_base;  // [kNumRanks]: first row of this rank's tokens at each rank
+    const int32_t* recv_base;  // [kNumRanks + 1]: first row here of each source rank; last: rows that are received
+    const int32_t* ids;        // [max_tokens, kNumTopk]
+    const float* weights;      // [max_tokens, kNumTopk]
+    const int32_t* total;      // [1]: rows for this rank, of which it receives at most max_rows
+    int32_t* high_water;       // [num_buffers]: rows of this rank's buffers that may hold ids
     HandleState* state;
     Control* control;
     Report* report;
@@ -59,6 +64,7 @@ struct Params {
     int32_t num_tokens;            // rows of x
     int32_t out_rows;              // fewer than are received: refused
     int32_t max_rows;
+    int32_t max_tokens;
     int32_t rank;
     int32_t buffer;  // that this rank receives into
     uint32_t handle;
@@ -71,7 +77,8 @@ struct Params {
 constexpr int kNumThreads = kNumWarps * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
-static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
+using PeerRows = PeerWalk<kNumRanks, (kNumRanks > 1 ? kNumRanks - 1 : 1)>;
+static_assert(kNumThreads > kNumRanks, "one thread for each rank and one more read recv_base");
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
 // Ids of rows beyond the count are -1, whatever an earlier dispatch left there.
@@ -83,113 +90,197 @@ CUEP_DEVICE void clear_tail(int32_t* ids, float* weights, int64_t first_row, int
     }
 }
 
-// Ids, weights and origin of token t's row at dst. The whole warp calls.
-CUEP_DEVICE void send_routing(const Params& p, int t, int dst, uint32_t buffer, int32_t row) {
+CUEP_DEVICE uint64_t* flag_of(const Params& p, int dst, int src, int64_t slot) {
+    return reinterpret_cast<uint64_t*>(p.arena[dst] + p.flags_offset) + int64_t{src} * p.max_tokens + slot;
+}
+
+// Ids, weights and origin of token t's row, to where dst has them. The whole warp calls.
+CUEP_DEVICE void store_routing(const Params& p, int t, int dst, int32_t* ids, float* weights, int32_t* source) {
     const int lane = lane_idx();
     for (int k = lane; k < kNumTopk; k += 32) {
         const int e = p.ids[static_cast<int64_t>(t) * kNumTopk + k];
         const bool is_there = e >= 0 && e / kNumLocalExperts == dst;
         const int id = p.is_global_ids ? e : e % kNumLocalExperts;
-        at_row<int32_t>(p, p.topk_idx_offset, dst, buffer, row, kNumTopk)[k] = is_there ? id : -1;
-        at_row<float>(p, p.topk_weights_offset, dst, buffer, row, kNumTopk)[k] =
-            is_there ? p.weights[static_cast<int64_t>(t) * kNumTopk + k] : 0.0f;
+        ids[k] = is_there ? id : -1;
+        weights[k] = is_there ? p.weights[static_cast<int64_t>(t) * kNumTopk + k] : 0.0f;
     }
-    if (lane < 2) at_row<int32_t>(p, p.source_offset, dst, buffer, row, 2)[lane] = lane == 0 ? p.rank : t;
+    if (lane < 2) source[lane] = lane == 0 ? p.rank : t;
 }
 
-// This warp's share of the tokens.
-CUEP_DEVICE void send_rows(const Params& p, const uint32_t* buffers, Pipe& pipe) {
-    const int lane = lane_idx(), first = warp_idx() * gridDim.x + blockIdx.x;
-    pipe.move(
-        first,
-        gridDim.x * kNumWarps,
-        kept_tokens_of(p),
-        [&](int t) { return p.x + t * p.x_stride; },
-        [&](int t) { return lane < kNumRanks ? p.rows[static_cast<int64_t>(t) * kNumRanks + lane] : -1; },
-        [&](int t, int32_t rows, uint8_t* staged) {
-            finish_row(p, t, staged);
+// A row into the caller's array: values here, scales to theirs. The whole warp calls.
+CUEP_DEVICE void store_out(const Params& p, int64_t row, const uint8_t* staged) {
+    bulk_store(p.out + row * p.out_stride, staged, kTokenBytes);
+    if constexpr (kHasScales) {
+        copy_scales(p, staged, row);
+        fence_proxy_async_shared();  // lanes have read what is refilled
+    }
+}
+
+// Rows of this rank's tokens, and what belongs to them, to each of their ranks; its own, with `out`, straight there.
+struct Sender {
+    const Params& p;
+    const uint32_t* buffers;
+
+    CUEP_DEVICE int32_t rows_of(int t) const {
+        return lane_idx() < kNumRanks ? p.rows[static_cast<int64_t>(t) * kNumRanks + lane_idx()] : -1;
+    }
+    CUEP_DEVICE bool is_out(int dst) const { return dst == p.rank && p.out != nullptr; }
+
+    CUEP_DEVICE void store_rows(int t, int32_t rows, uint8_t* staged) const {
+        finish_row(p, t, staged);
 #pragma unroll
-            for (int i = 1; i <= kNumRanks; i++) {
-                const int dst = (p.rank + i) % kNumRanks;
-                const int32_t row = __shfl_sync(0xffffffffu, rows, dst);
-                if (row < 0) continue;
-                bulk_store(at_row<uint8_t>(p, p.tokens_offset, dst, buffers[dst], row, kRowBytes), staged, kRowBytes);
+        for (int i = 1; i <= kNumRanks; i++) {
+            const int dst = (p.rank + i) % kNumRanks;
+            const int32_t row = __shfl_sync(0xffffffffu, rows, dst);
+            if (row < 0) continue;
+            if (is_out(dst)) {
+                store_out(p, row, staged);
+            } else {
+                const uint32_t buffer = buffer_of(buffers[dst]);
+                bulk_store(at_row<uint8_t>(p, p.tokens_offset, dst, buffer, row, kRowBytes), staged, kRowBytes);
             }
-        },
-        [&](int t, int32_t rows) {
-            for (int i = 1; i <= kNumRanks; i++) {
-                const int dst = (p.rank + i) % kNumRanks;
-                const int32_t row = __shfl_sync(0xffffffffu, rows, dst);
-                if (row >= 0) send_routing(p, t, dst, buffers[dst], row);
+        }
+    }
+
+    CUEP_DEVICE void store_routings(int t, int32_t rows) const {
+        for (int i = 1; i <= kNumRanks; i++) {
+            const int dst = (p.rank + i) % kNumRanks;
+            const int64_t row = __shfl_sync(0xffffffffu, rows, dst);
+            if (row < 0) continue;
+            if (is_out(dst)) {
+                store_routing(p,
+                              t,
+                              dst,
+                              p.out_topk_idx + row * kNumTopk,
+                              p.out_topk_weights + row * kNumTopk,
+                              p.out_source + row * 2);
+            } else {
+                const uint32_t buffer = buffer_of(buffers[dst]);
+                store_routing(p,
+                              t,
+                              dst,
+                              at_row<int32_t>(p, p.topk_idx_offset, dst, buffer, row, kNumTopk),
+                              at_row<float>(p, p.topk_weights_offset, dst, buffer, row, kNumTopk),
+                              at_row<int32_t>(p, p.source_offset, dst, buffer, row, 2));
             }
-        });
+        }
+    }
+};
+
+CUEP_DEVICE void send_rows(const Params& p, const uint32_t* buffers, const TokenWalk& walk, Pipe& pipe) {
+    const Sender sender{p, buffers};
+    pipe.move(
+        walk.t,
+        walk.step,
+        walk.end,
+        [&](int t) { return p.x + t * p.x_stride; },
+        [&](int t) { return sender.rows_of(t); },
+        [&](int t, int32_t rows, uint8_t* staged) { sender.store_rows(t, rows, staged); },
+        [&](int t, int32_t rows) { sender.store_routings(t, rows); });
     fence_proxy_async();
 }
 
-// This warp's share of what arrived, into the caller's array.
-CUEP_DEVICE void copy_out(const Params& p, int num_rows, Pipe& pipe) {
+// The same, with a flag behind each row for the ranks that copy it out as it comes.
+CUEP_DEVICE void send_rows_with_flags(
+    const Params& p, const Operation& op, const uint32_t* buffers, const TokenWalk& first, Pipe& pipe) {
+    const Sender sender{p, buffers};
     const int lane = lane_idx();
-    const int32_t* ids = at_row<int32_t>(p, p.topk_idx_offset, p.rank, p.buffer, 0, kNumTopk);
-    const float* weights = at_row<float>(p, p.topk_weights_offset, p.rank, p.buffer, 0, kNumTopk);
-    const int32_t* source = at_row<int32_t>(p, p.source_offset, p.rank, p.buffer, 0, 2);
-    clear_tail(p.out_topk_idx, p.out_topk_weights, num_rows, p.max_rows);
-    pipe.move<kRowBytes>(
-        warp_idx() * gridDim.x + blockIdx.x,
-        gridDim.x * kNumWarps,
-        num_rows,
-        [&](int row) { return at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, row, kRowBytes); },
-        [&](int row) { return int64_t{row}; },
-        [&](int, int64_t row, const uint8_t* staged) {
-            bulk_store(p.out + row * p.out_stride, staged, kTokenBytes);
-            if constexpr (kHasScales) {
-                copy_scales(p, staged, row);
-                fence_proxy_async_shared();
-            }
+    const bool has_flags = lane < kNumRanks && lane != p.rank && wants_flags(buffers[lane < kNumRanks ? lane : 0]);
+    const int32_t base = lane < kNumRanks ? p.send_base[lane] : 0;
+    pipe.move_and_tell(
+        first,
+        [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
+        [&](const TokenWalk& walk, uint8_t* staged) {
+            const int32_t rows = sender.rows_of(walk.t);
+            sender.store_rows(walk.t, rows, staged);
+            sender.store_routings(walk.t, rows);
         },
-        [&](int, int64_t row) {
-            for (int k = lane; k < kNumTopk; k += 32) {
-                p.out_topk_idx[row * kNumTopk + k] = ids[row * kNumTopk + k];
-                p.out_topk_weights[row * kNumTopk + k] = weights[row * kNumTopk + k];
-            }
-            if (lane < 2) p.out_source[row * 2 + lane] = source[row * 2 + lane];
+        [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_row
+            const int32_t row = sender.rows_of(walk.t);
+            if (has_flags && row >= 0) st_release_sys(flag_of(p, lane, p.rank, row - base), tagged(op, 0));
         });
+}
+
+struct Row {
+    const uint8_t* row;
+    int64_t number;
+};
+
+// Waits for a row of a peer and copies out what belongs to it. The whole warp calls; false: gave up.
+CUEP_DEVICE bool receive_row(const Params& p, const Operation& op, const PeerRows& walk, Row& received) {
+    const int lane = lane_idx(), src = walk.peer();
+    const int64_t row = walk.row();
+    bool is_ok = true;
+    uint32_t unused = 0;
+    if (lane == 0) is_ok = wait_flag(op, flag_of(p, p.rank, src, walk.slot()), Phase::kRows, src, unused);
+    if (!__all_sync(0xffffffffu, is_ok)) return false;
+    __syncwarp();  // a vote orders no memory: now every lane may read what one lane has waited for
+    received = {at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, row, kRowBytes), row};
+    const int32_t* ids = at_row<int32_t>(p, p.topk_idx_offset, p.rank, p.buffer, row, kNumTopk);
+    const float* weights = at_row<float>(p, p.topk_weights_offset, p.rank, p.buffer, row, kNumTopk);
+    const int32_t* source = at_row<int32_t>(p, p.source_offset, p.rank, p.buffer, row, 2);
+    for (int k = lane; k < kNumTopk; k += 32) {
+        p.out_topk_idx[row * kNumTopk + k] = ids[k];
+        p.out_topk_weights[row * kNumTopk + k] = weights[k];
+    }
+    if (lane < 2) p.out_source[row * 2 + lane] = source[lane];
+    return true;
+}
+
+// A warp's share of the rows of peers, into the caller's array as they come. False: gave up.
+CUEP_DEVICE bool copy_out(const Params& p, const Operation& op, const PeerRows& walk, Pipe& pipe) {
+    return pipe.move_as_they_come<kRowBytes, Row>(
+        walk,
+        [&](const PeerRows& next, Row& row) { return receive_row(p, op, next, row); },
+        [&](const Row& row, const uint8_t* staged) { store_out(p, row.number, staged); });
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(const __grid_constant__ Params p) {
     CUEP_DYNAMIC_SMEM(smem);
     __shared__ uint32_t buffers[kNumRanks];
+    __shared__ int32_t recv_base[kNumRanks + 1];
     if (is_skipped(p, Op::kDispatch, p.state->unrouted != 0)) return;
     const Operation op = begin_operation(p, Op::kDispatch);
     Pipe pipe(smem, warp_idx(), kNumWarps);
+    if (threadIdx.x <= kNumRanks) recv_base[threadIdx.x] = p.recv_base[threadIdx.x];
     if (block_any(is_broken(op))) return;
 
-    const int num_rows = min(*p.total, p.max_rows);
-    const bool is_refused = p.is_refused || (p.out != nullptr && p.out_rows < num_rows);  // of this rank
-    if (!exchange_buffers<kNumRanks>(p, op, is_refused, buffers)) return;
+    const int num_rows = min(*p.total, p.max_rows), warp = warp_idx();
+    const bool is_out = p.out != nullptr;
+    const bool is_refused = p.is_refused || (is_out && p.out_rows < num_rows);  // of this rank
+    if (!exchange_buffers<kNumRanks>(p, op, is_refused, is_out ? kWantsFlags : 0, buffers)) return;
     fence_proxy_async();  // what peers read from their buffers comes before the bulk copies that write them
     const int refused_by = refusing_rank<kNumRanks>(p, is_refused, buffers);
 
-    // send
+    // send warps send all they owe and wait for nobody; with `out`, half of the warps copy rows out as they come
+    bool is_ok = true;
     if (refused_by < 0) {
+        if (is_out) {
+            clear_tail(p.out_topk_idx, p.out_topk_weights, num_rows, p.max_rows);
+        }
         clear_tail(at_row<int32_t>(p, p.topk_idx_offset, p.rank, p.buffer, 0, kNumTopk),
                    at_row<float>(p, p.topk_weights_offset, p.rank, p.buffer, 0, kNumTopk),
                    num_rows,
                    p.high_water[p.buffer]);
-        send_rows(p, buffers, pipe);
+        const int num_senders = is_out ? kNumSendWarps : kNumWarps;
+        if (warp < num_senders) {
+            const TokenWalk share(warp, num_senders, kept_tokens_of(p));
+            if (is_any_flagged<kNumRanks>(p, buffers)) {
+                send_rows_with_flags(p, op, buffers, share, pipe);
+            } else {
+                send_rows(p, buffers, share, pipe);
+            }
+        }
+        if (kNumRanks > 1 && is_out && warp >= kFirstReceiver) {
+            is_ok = copy_out(p, op, PeerRows(p.rank, recv_base, warp - kFirstReceiver, kNumReceivers), pipe);
+        }
     }
+    if (block_any(!is_ok)) return;
 
-    // arrived: waited for by the last block, or by all where all copy
-    if (p.out == nullptr || refused_by >= 0) {
-        if (!is_last_block(op)) return;
-        release_arrived<kNumRanks>(p, op);
-        if (!wait_arrived<kNumRanks>(p, op)) return;
-    } else {
-        if (is_last_to_send(op)) release_arrived<kNumRanks>(p, op);
-        if (!wait_arrived<kNumRanks>(p, op)) return;
-        fence_proxy_async();  // what peers stored comes before the bulk copies that read it
-        copy_out(p, num_rows, pipe);
-        if (!is_last_block(op)) return;
-    }
+    // arrived: waited for by the last block, where rows stay where peers put them
+    if (!is_last_block(op)) return;
+    release_arrived<kNumRanks>(p, op);
+    if (!(is_out && refused_by < 0) && !wait_arrived<kNumRanks>(p, op)) return;
 
     if (threadIdx.x == 0) {
         p.state->refused = 0;

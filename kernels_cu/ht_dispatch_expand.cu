@@ -15,7 +15,7 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
-constexpr int kNumSendWarps = 3, kNumReceiveWarps = 3, kNumStages = 2;
+constexpr int kNumWarps = 6, kNumStages = 2;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 using src_t = cuep::bf16_t;
 #endif
@@ -24,8 +24,7 @@ using src_t = cuep::bf16_t;
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 src_t=cuep::bf16_t
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 src_t=float
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t
-CUEP_TUNABLE(kNumSendWarps, 3, 1);
-CUEP_TUNABLE(kNumReceiveWarps, 3, 1);
+CUEP_TUNABLE(kNumWarps, 6, 2);
 CUEP_TUNABLE(kNumStages, 2, 2);
 #include <cuep/ht_source.cuh>
 
@@ -50,6 +49,7 @@ struct Params {
     const int32_t* ids;             // [max_tokens, kNumTopk]
     const float* weights;           // [max_tokens, kNumTopk]
     const int32_t* recv_base;       // [kNumRanks + 1]: first message here of each source rank
+    const int32_t* expert_counts;   // [local experts]
     const int32_t* expert_offsets;  // [local experts + 1]; last: rows here
     int32_t* source;                // [max_rows, 3]: rank, token, k
     float* row_weights;             // [max_rows]
@@ -68,15 +68,16 @@ struct Params {
     uint32_t handle;
     uint32_t ticket;
     bool is_count_int64;
-    bool is_refused;  // publish kRefused instead of a buffer
+    bool is_padding_zeroed;  // rows between the end of an expert's rows and the next zone become 0
+    bool is_refused;         // publish kRefused instead of a buffer
 };
 
-constexpr int kNumThreads = (kNumSendWarps + kNumReceiveWarps) * 32;
+constexpr int kNumThreads = kNumWarps * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
 using Messages = PeerWalk<kNumRanks, (kNumRanks > 1 ? kNumRanks - 1 : 1)>;  // those of peers
 static_assert(kNumThreads > kNumRanks, "one thread for each rank and one more read recv_base");
-CUEP_LAUNCH(kNumThreads, (kNumSendWarps + kNumReceiveWarps) * Pipe::kSmemBytes)
+CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
 CUEP_DEVICE int2* header_of(const Params& p, int dst, int64_t message) {
     return reinterpret_cast<int2*>(p.arena[dst] + p.headers_offset) + message * kNumTopk;
@@ -86,17 +87,10 @@ CUEP_DEVICE uint64_t* flag_of(const Params& p, int dst, int64_t message) {
     return reinterpret_cast<uint64_t*>(p.arena[dst] + p.flags_offset) + message;
 }
 
-// One send warp's tokens.
-struct TokenWalk {
-    int t, step, end;
-
-    CUEP_DEVICE bool is_over() const { return t >= end; }
-    CUEP_DEVICE void advance() { t += step; }
-    // Of a lane: its message at rank lane, or -1.
-    CUEP_DEVICE int32_t message(const Params& p) const {
-        return lane_idx() < kNumRanks ? p.rows[static_cast<int64_t>(t) * kNumRanks + lane_idx()] : -1;
-    }
-};
+// Of a lane: the message of token t at rank lane, or -1.
+CUEP_DEVICE int32_t message_of_lane(const Params& p, int t) {
+    return lane_idx() < kNumRanks ? p.rows[static_cast<int64_t>(t) * kNumRanks + lane_idx()] : -1;
+}
 
 // What combine and the caller need of a message: where its rows are, their weights, and where they come from. Lane k
 // has slot and weight of k. The whole warp calls.
@@ -137,7 +131,7 @@ CUEP_DEVICE void send_token(const Params& p, const uint32_t* buffers, const Toke
     const int32_t id = lane < kNumTopk ? p.ids[at] : -1, slot = id < 0 ? -1 : p.slots[at];
     const int owner = id < 0 ? -1 : id / kNumLocalExperts;
     const float weight = id < 0 ? 0.0f : p.weights[at];
-    const int32_t messages = walk.message(p);
+    const int32_t messages = message_of_lane(p, walk.t);
 #pragma unroll
     for (int i = 1; i <= kNumRanks; i++) {
         const int dst = (p.rank + i) % kNumRanks;
@@ -158,32 +152,59 @@ CUEP_DEVICE void send_token(const Params& p, const uint32_t* buffers, const Toke
     }
 }
 
-CUEP_DEVICE void send_rows(const Params& p, const Operation& op, const uint32_t* buffers, int warp, Pipe pipe) {
-    const TokenWalk first{static_cast<int>(warp * gridDim.x + blockIdx.x),
-                          static_cast<int>(gridDim.x) * kNumSendWarps,
-                          kept_tokens_of(p)};
+CUEP_DEVICE void send_rows(const Params& p, const Operation& op, const uint32_t* buffers, int warp, Pipe& pipe) {
     pipe.move_and_tell(
-        first,
+        TokenWalk(warp, kNumSendWarps, kept_tokens_of(p)),
         [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
         [&](const TokenWalk& walk, uint8_t* staged) { send_token(p, buffers, walk, staged); },
         [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_message
-            const int32_t message = walk.message(p);
+            const int32_t message = message_of_lane(p, walk.t);
             if (message >= 0 && lane_idx() != p.rank) {
                 st_release_sys(flag_of(p, lane_idx(), message), tagged(op, static_cast<uint32_t>(walk.t)));
             }
         });
 }
 
+// 0 into `bytes` bytes. The whole warp calls.
+CUEP_DEVICE void zero_bytes(uint8_t* to, int bytes) {
+    if (bytes % 16 == 0 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+        for (int i = lane_idx(); i < bytes / 16; i += 32) reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
+    } else {
+        for (int i = lane_idx(); i < bytes; i += 32) to[i] = 0;
+    }
+}
+
+// The warp-th of num_warps shares of the padding of this rank's zones.
+CUEP_DEVICE void zero_padding(const Params& p, int warp, int num_warps) {
+    const int num_units = static_cast<int>(gridDim.x) * num_warps;
+    int first = static_cast<int>(warp * gridDim.x + blockIdx.x);  // goes on from zone to zone, for even shares
+    for (int e = 0; e < kNumLocalExperts; e++) {
+        const int begin = p.expert_offsets[e] + p.expert_counts[e], end = p.expert_offsets[e + 1];
+        int i = first;
+        for (; i < end - begin; i += num_units) {
+            const int64_t row = begin + i;
+            if (p.out == nullptr) {
+                zero_bytes(at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, row, kRowBytes), kRowBytes);
+                continue;
+            }
+            zero_bytes(p.out + row * p.out_stride, kTokenBytes);
+            if constexpr (kHasScales) {
+                zero_bytes(p.out_scales + row * (kNumScales * kScaleBytes), kNumScales * kScaleBytes);
+            }
+        }
+        first = i - max(end - begin, 0);
+    }
+}
+
 // A message that has come: lane k has the slot of k; `missing`: the lanes whose slots are still to be filled.
 struct Message {
+    const uint8_t* row;
     int32_t slot;
     uint32_t missing;
 };
 
-// Waits for a message, keeps its header, and asks for its row if that is missing anywhere. The whole warp calls; false:
-// gave up.
-CUEP_DEVICE bool receive_message(
-    const Params& p, const Operation& op, const Messages& walk, Pipe& pipe, int stage, Message& message) {
+// Waits for a message and keeps its header. The whole warp calls; false: gave up.
+CUEP_DEVICE bool receive_message(const Params& p, const Operation& op, const Messages& walk, Message& message) {
     const int lane = lane_idx(), src = walk.peer();
     const int64_t at = walk.row();
     uint32_t token = 0;
@@ -198,39 +219,18 @@ CUEP_DEVICE bool receive_message(
     message.missing = p.out != nullptr ? filled : filled & (filled - 1);
     if (message.missing != 0) {
         const int32_t first = __shfl_sync(0xffffffffu, message.slot, __ffs(static_cast<int>(filled)) - 1);
-        fence_proxy_async();               // what the peer stored comes before the bulk copy that reads it
-        bulk_wait_read<kNumStages - 2>();  // the stage that is refilled was stored so many rows ago
-        pipe.load<kRowBytes>(stage, at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, first, kRowBytes));
+        message.row = at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, first, kRowBytes);
     }
     keep_header(p, at, src, static_cast<int32_t>(token), message.slot, __int_as_float(header.y));
     return true;
 }
 
-// One receive warp's share of the messages of peers: each row is on its way into shared memory while the next message
-// is waited for. False: gave up.
-CUEP_DEVICE bool receive_rows(const Params& p, const Operation& op, Messages walk, Pipe pipe) {
-    Message loaded{-1, 0};  // into the stage before this one
-    bool is_ok = true;
-    int stage = 0;
-    auto store_loaded = [&] {
-        if (loaded.missing == 0) return;
-        const int before = Pipe::before(stage);
-        pipe.wait(before);
-        store_here(p, pipe.stage_at(before), loaded.slot, loaded.missing);
-        bulk_commit();
-    };
-    for (; is_ok && !walk.is_over(); walk.advance()) {
-        Message next;
-        is_ok = receive_message(p, op, walk, pipe, stage, next);
-        if (!is_ok) break;
-        store_loaded();
-        loaded = next;
-        if (loaded.missing != 0) stage = Pipe::after(stage);
-    }
-    store_loaded();
-    bulk_wait<0>();
-    fence_proxy_async();
-    return is_ok;
+// One receive warp's share of the messages of peers. False: gave up.
+CUEP_DEVICE bool receive_rows(const Params& p, const Operation& op, const Messages& walk, Pipe& pipe) {
+    return pipe.move_as_they_come<kRowBytes, Message>(
+        walk,
+        [&](const Messages& next, Message& message) { return receive_message(p, op, next, message); },
+        [&](const Message& message, const uint8_t* staged) { store_here(p, staged, message.slot, message.missing); });
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_expand(const __grid_constant__ Params p) {
@@ -245,18 +245,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_expand(
 
     const bool has_room = p.out == nullptr || p.out_rows >= p.expert_offsets[kNumLocalExperts];
     const bool is_refused = p.is_refused || !has_room;  // of this rank
-    if (!exchange_buffers<kNumRanks>(p, op, is_refused, buffers)) return;
+    if (!exchange_buffers<kNumRanks>(p, op, is_refused, 0, buffers)) return;
     fence_proxy_async();  // what peers read from their buffers comes before the bulk copies that write them
     const int refused_by = refusing_rank<kNumRanks>(p, is_refused, buffers);
 
     // send warps send all they owe and wait for nobody; receive warps wait for each message
     bool is_ok = true;
     if (refused_by < 0) {
-        const Pipe pipe(smem, warp, kNumSendWarps + kNumReceiveWarps);
-        if (warp < kNumSendWarps) {
-            send_rows(p, op, buffers, warp, pipe);
-        } else if constexpr (kNumRanks > 1) {
-            is_ok = receive_rows(p, op, Messages(p.rank, recv_base, warp - kNumSendWarps, kNumReceiveWarps), pipe);
+        Pipe pipe(smem, warp, kNumWarps);
+        if (warp < kNumSendWarps) send_rows(p, op, buffers, warp, pipe);
+        if (warp >= kFirstReceiver && p.is_padding_zeroed) zero_padding(p, warp - kFirstReceiver, kNumReceivers);
+        if (kNumRanks > 1 && warp >= kFirstReceiver) {
+            is_ok = receive_rows(p, op, Messages(p.rank, recv_base, warp - kFirstReceiver, kNumReceivers), pipe);
         }
     }
     if (block_any(!is_ok)) return;

@@ -115,7 +115,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) mask_agree(const __gri
     // kernels of this rank are over: the group is to work again
     if (tid == 0) {
         p.control->broken = 0;
-        p.control->sent = 0;
     }
     __syncthreads();
 

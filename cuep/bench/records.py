@@ -39,6 +39,7 @@ def record(
         "layout": config.layout,
         "reduce": config.reduce,
         "alignment": config.alignment,
+        "zero_padding": config.zero_padding,
         "backend": world.backend.name,
         "gpu": world.backend.description if world.backend.name == "cuda" else None,
         "ranks": world.size,

@@ -34,6 +34,7 @@ def _title(options: Options, num_ranks: int) -> str:
     config = group_config(options, {})
     form = f"{options.mode} {config.layout} {config.reduce}"
     form += f" alignment={config.alignment}" if config.alignment > 1 else ""
+    form += " zero padding" if config.zero_padding else ""
     form += f" quant={config.quant} {config.scale_format}" if config.quant else ""
     form += f" combine_quant={config.combine_quant}" if config.combine_quant else ""
     form += " in place" if config.in_place else ""

@@ -48,6 +48,7 @@ class Options:
     in_place: int = 0
     combine_quant: str | None = None
     alignment: int = 1
+    zero_padding: bool = False
     num_sms: int | None = None
     routing: str = "uniform"
     staged: bool = False
@@ -102,6 +103,7 @@ def group_config(options: Options, variants: dict[str, str]) -> GroupConfig:
         in_place=options.in_place,
         combine_quant=options.combine_quant,
         alignment=options.alignment,
+        zero_padding=options.zero_padding,
         num_sms=options.num_sms,
         variants=variants,
     )

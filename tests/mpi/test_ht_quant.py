@@ -22,7 +22,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "combine_dtype": "bfloat16",
         "hidden": 384,
     },
-    "expert_major": {"layout": "expert_major", "alignment": 4},
+    "expert_major": {"layout": "expert_major", "alignment": 4, "zero_padding": True},
     "expert_major, float16, five scales": {"layout": "expert_major", "dtype": "float16", "hidden": 640, "num_topk": 3},
 }
 FORWARD: dict[str, dict[str, Any]] = {
@@ -52,6 +52,15 @@ def out_like(world: Any, recv: cuep.Received) -> Any:
     return world.backend.zeros(recv.tokens.shape, recv.tokens.dtype)
 
 
+def check_padding(world: Any, recv: cuep.Received) -> None:
+    """Values and scales of the rows between zones are 0."""
+    offsets, counts = to_host(world, recv.expert_offsets), to_host(world, recv.expert_counts)
+    tokens, scales = to_host(world, recv.tokens), to_host(world, recv.scales)
+    for first, end, num_rows in zip(offsets, offsets[1:], counts, strict=False):
+        assert not tokens[first + num_rows : end].view(np.uint8).any()
+        assert not scales[first + num_rows : end].any()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_quantised_while_sent(world: Any, form: str) -> None:
     """Routings anew and kept, ranks without tokens, into the handle's memory and into the caller's."""
@@ -68,6 +77,8 @@ def test_quantised_while_sent(world: Any, form: str) -> None:
                 recv = handle.dispatch(to_device(world, step.x), out=out)
                 assert (recv.tokens is out) == (out is not None)
                 rows = case.check(world, recv)
+                if cfg.zero_padding:
+                    check_padding(world, recv)
                 case.check_y(world, handle.combine(experts(world, cfg, recv, rows)))
                 group.check()
             handle.close()

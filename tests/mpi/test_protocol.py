@@ -184,6 +184,14 @@ PLANTED = [
         {"num_buffers": 4},
     ),
     (
+        "ht dispatch says that rows arrived before they are sent",
+        "ht_dispatch_bulk.cu",
+        "bool is_ok = true;\n    if (refused_by < 0) {\n",
+        "bool is_ok = true;\n    release_arrived<kNumRanks>(p, op);\n    if (refused_by < 0) {\n",
+        "ht",
+        {"num_buffers": 4},
+    ),
+    (
         "ht dispatch says that rows arrived when they are only read",
         "include/cuep/row_pipe.cuh",
         "bulk_wait<0>();\n    }",

@@ -29,13 +29,24 @@ CUEP_DEVICE T* at_row(const Params& p, int64_t offset, int dst, uint32_t buffer,
     return reinterpret_cast<T*>(p.arena[dst] + offset) + index * row_elems;
 }
 
+constexpr uint32_t kWantsFlags = 1u << 30;  // beside the number of a buffer: its rank copies rows out as they come
+
+CUEP_DEVICE bool wants_flags(uint32_t ready) {
+    return ready != kRefused && (ready & kWantsFlags) != 0;
+}
+CUEP_DEVICE uint32_t buffer_of(uint32_t ready) {
+    return ready & ~kWantsFlags;
+}
+
 // ready: what this rank's stream read from its buffer, and what earlier dispatches left beside it, is read, so peers
-// may fill it. buffers[r]: where rank r receives, or kRefused. False: gave up. All threads of every block call.
+// may fill it. buffers[r]: where rank r receives, with its wishes, or kRefused. False: gave up. All threads of every
+// block call.
 template <int kNumRanks, class Params>
-CUEP_DEVICE bool exchange_buffers(const Params& p, const Operation& op, bool is_refused, uint32_t* buffers) {
+CUEP_DEVICE bool exchange_buffers(
+    const Params& p, const Operation& op, bool is_refused, uint32_t wishes, uint32_t* buffers) {
     const int tid = threadIdx.x;
     if (blockIdx.x == 0 && tid < kNumRanks) {  // pairs with the wait below
-        const uint32_t buffer = is_refused ? kRefused : static_cast<uint32_t>(p.buffer);
+        const uint32_t buffer = is_refused ? kRefused : static_cast<uint32_t>(p.buffer) | wishes;
         st_release_sys(ready_of<kNumRanks>(p, op, tid, p.rank), tagged(op, buffer));
     }
     bool is_ok = true;
@@ -54,7 +65,15 @@ CUEP_DEVICE int refusing_rank(const Params& p, bool is_refused, const uint32_t* 
     return refused_by;
 }
 
-// One flag per peer, after all rows of all blocks: only the last block to send calls.
+// Whether any peer wants flags behind its rows. buffers: without refusals.
+template <int kNumRanks, class Params>
+CUEP_DEVICE bool is_any_flagged(const Params& p, const uint32_t* buffers) {
+    bool is_any = false;
+    for (int r = 0; r < kNumRanks; r++) is_any |= r != p.rank && wants_flags(buffers[r]);
+    return is_any;
+}
+
+// One flag per peer, after all rows of all blocks: only the last block calls.
 template <int kNumRanks, class Params>
 CUEP_DEVICE void release_arrived(const Params& p, const Operation& op) {
     if (threadIdx.x >= kNumRanks) return;

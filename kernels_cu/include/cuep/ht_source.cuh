@@ -6,6 +6,10 @@
 
 namespace cuep {
 
+// Warps that send, where others receive beside them. A single one receives when all is sent.
+constexpr int kNumSendWarps = (kNumWarps + 1) / 2;
+constexpr int kFirstReceiver = kNumWarps > 1 ? kNumSendWarps : 0, kNumReceivers = kNumWarps - kFirstReceiver;
+
 // Shared memory for a row: what is loaded, and behind it the scales until all of it has been read.
 constexpr int kStageRoom = kIsQuant ? kSrcBytes + kNumBlocks * kQuant : kRowBytes;
 

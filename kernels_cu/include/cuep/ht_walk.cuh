@@ -39,4 +39,17 @@ struct PeerWalk {
     }
 };
 
+// One warp's share of this rank's tokens.
+struct TokenWalk {
+    int t, step, end;
+
+    CUEP_DEVICE TokenWalk(int warp, int num_warps, int num_tokens)
+        : t(static_cast<int>(warp * gridDim.x + blockIdx.x)),
+          step(static_cast<int>(gridDim.x) * num_warps),
+          end(num_tokens) {}
+
+    CUEP_DEVICE bool is_over() const { return t >= end; }
+    CUEP_DEVICE void advance() { t += step; }
+};
+
 }  // namespace cuep

@@ -34,11 +34,9 @@ struct Control {
         uint32_t blocks;      // of the running kernel: through or (ll) past their look at these words
     } ops[3];                 // of each Op
     uint32_t broken;          // a wait has timed out: the group is over
-    uint32_t sent;            // blocks of the running kernel that have sent all they owe, where others wait for that
     uint32_t active;          // ll with a mask: bit r: rank r takes part
     uint32_t excluded[32];    // likewise, of each rank: its last exclusion of this one that has been made good
     uint32_t agreed[32];      // and its last proposal that this one has agreed to
-    uint32_t unused;
 };
 
 constexpr uint32_t kRefusalsKept = 8;
@@ -233,13 +231,6 @@ CUEP_DEVICE bool is_last(uint32_t* blocks) {
     if (threadIdx.x == 0) arrived = atom_add_acq_rel_gpu(blocks, 1u);
     __syncthreads();
     return arrived % gridDim.x == gridDim.x - 1;
-}
-
-// Of a kernel whose blocks go on after sending: whether this block is the last to have sent.
-CUEP_DEVICE bool is_last_to_send(const Operation& op) {
-    const bool is_this = is_last(&op.control->sent);
-    if (is_this && threadIdx.x == 0) red_add_relaxed_gpu(&op.control->sent, 0u - gridDim.x);
-    return is_this;
 }
 
 CUEP_DEVICE bool is_last_block(const Operation& op) {

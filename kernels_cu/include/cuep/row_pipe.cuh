@@ -104,6 +104,39 @@ struct RowPipe {
         fence_proxy_async();
         for (; num_pending > 0; num_pending--, told.advance()) release(told);
     }
+
+    // Moves rows that others bring: each is loaded while the next one is waited for. receive(walk, item) waits, false:
+    // gave up, and sets item.row, which stays null where nothing is to be moved; store(item, row) starts its bulk
+    // stores. When it returns, with what receive() said last, all rows are where they go.
+    template <int kBytes, class Item, class Walk, class Receive, class Store>
+    CUEP_DEVICE bool move_as_they_come(Walk walk, Receive receive, Store store) {
+        Item loaded{};  // into the stage before this one
+        int stage = 0;
+        auto store_loaded = [&] {
+            if (loaded.row == nullptr) return;
+            wait(before(stage));
+            store(loaded, stage_at(before(stage)));
+            bulk_commit();
+        };
+        bool is_ok = true;
+        for (; !walk.is_over(); walk.advance()) {
+            Item next{};
+            is_ok = receive(walk, next);
+            if (!is_ok) break;
+            if (next.row != nullptr) {
+                fence_proxy_async();               // what others stored comes before the bulk copy that reads it
+                bulk_wait_read<kNumStages - 2>();  // the stage that is refilled was stored so many rows ago
+                load<kBytes>(stage, next.row);
+            }
+            store_loaded();
+            loaded = next;
+            if (loaded.row != nullptr) stage = after(stage);
+        }
+        store_loaded();
+        bulk_wait<0>();
+        fence_proxy_async();
+        return is_ok;
+    }
 };
 
 }  // namespace cuep
