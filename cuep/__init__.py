@@ -24,6 +24,7 @@ from cuep.errors import (
 
 if TYPE_CHECKING:
     from cuep.arrivals import Arrivals
+    from cuep.events import Event
     from cuep.group import Group
     from cuep.handle import Handle, Received
     from cuep.layout import footprint
@@ -40,6 +41,7 @@ __all__ = [
     "CompileError",
     "CuepError",
     "DeviceError",
+    "Event",
     "Group",
     "GroupConfig",
     "Handle",
@@ -56,6 +58,7 @@ __all__ = [
 
 _MODULES = {
     "Arrivals": "arrivals",
+    "Event": "events",
     "Group": "group",
     "Handle": "handle",
     "Received": "handle",

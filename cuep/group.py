@@ -199,7 +199,13 @@ class Group:
         return found
 
     def create_handle(
-        self, topk_idx: Any, topk_weights: Any = None, *, num_tokens: Any = None, stream: Any = None
+        self,
+        topk_idx: Any,
+        topk_weights: Any = None,
+        *,
+        num_tokens: Any = None,
+        previous_event: Any = None,
+        stream: Any = None,
     ) -> Handle:
         """Fix the routing of one set of tokens. ht: exchanges counts with all ranks (collective).
 
@@ -212,6 +218,7 @@ class Group:
             num_tokens: how many of the rows are tokens, 0 to num_rows; the others are not looked at, here, in x and in
                 y. None: all. A number, or an int32 or int64 array of one element on the device: one CUDA graph then
                 serves any number of tokens (out of range: ArgumentError at check() here, PeerRefused there).
+            previous_event: an event that the stream first waits for, of cuep or another library.
             stream: where to enqueue; None = the current stream of topk_idx's framework.
 
         The arrays are read in stream order: by this call (ht), or by the first dispatch (ll).
@@ -232,7 +239,7 @@ class Group:
                 self.refuse_route(self.fallback_stream())  # the peers wait for this rank's part
                 raise
             self._handles[handle.serial] = handle
-            handle.route("create_handle", topk_idx, topk_weights, num_tokens, stream)
+            handle.route("create_handle", topk_idx, topk_weights, num_tokens, previous_event, stream)
         return handle
 
     def _check_not_capturing(self, topk_idx: Any, stream: Any) -> None:
@@ -416,11 +423,13 @@ class Group:
             self.put_behind(stream)
         self._last_stream = stream
 
-    def choose_stream(self, stream: Any, like: Any) -> Stream:
-        """The stream of an operation, put behind the group's previous one."""
+    def choose_stream(self, stream: Any, like: Any, previous_event: Any = None) -> Stream:
+        """The stream of an operation, put behind the group's previous one, and behind previous_event."""
         chosen: Stream = self.world.backend.stream(stream, like)
         self._call_stream = chosen
         self.go_on_at(chosen)
+        if previous_event is not None:
+            chosen.wait(self.world.backend.event(previous_event))
         return chosen
 
     def view(self, array: Any, name: str, *, is_written: bool = False) -> View:

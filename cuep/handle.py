@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cuep import arrays, layout
-from cuep.backend import Array
+from cuep.backend import Array, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, DeviceError, OrderError, PeerTimeout
+from cuep.events import Event
 from cuep.launching import CombineCall, address, check_takes
 from cuep.status import ROUTE, Refusal
 
@@ -53,6 +55,7 @@ class Received:
         topk_weights: float32; rank_major and flat: the shape of topk_idx, 0 where that is -1; ht expert_major: [R], the
             weight of every row. None if the handle has no weights.
         total: int32 [1], rows that came or, with overflow="drop", would have come.
+        event: Handle.event of the handle that received it.
         lease: keeps a receive buffer (ht) from other handles as long as someone holds this Received, or its handle
             lives: an array of it alone does not.
     """
@@ -67,6 +70,15 @@ class Received:
     topk_weights: Any = None
     scales: Any = None
     lease: Any = field(default=None, repr=False)
+    handle: Any = field(default=None, repr=False, compare=False)  # a weak reference
+
+    @property
+    def event(self) -> Event:
+        handle = self.handle()
+        if handle is None:
+            raise ClosedError("event: the handle that received this is gone")
+        event: Event = handle.event
+        return event
 
     def release(self) -> None:
         """Say that the rows have been read, in stream order: ht gives the receive buffer to the next handle that needs
@@ -111,6 +123,8 @@ class Handle:
         self._stage = Stage.UNROUTED
         self._is_fresh = True  # its state on the device is still to be cleared
         self._newest = 0  # ticket of the newest launch on this handle
+        self._stream: Stream = group.fallback_stream()  # of its newest operation
+        self._event: Event | None = None  # likewise
         self._sent: CombineCall | arrays.View | None = None  # what complete() still reads
         self._beside: tuple[arrays.View | None, ...] = ()  # what else it reads and writes: dispatch's scales and out
         self._export: Callable[[], Any] | None = None  # makes what complete() returns
@@ -131,7 +145,9 @@ class Handle:
         with backend.active():
             self.state: Any = group.mode.attach(self)  # the mode's own; None once closed
 
-    def route(self, call: str, topk_idx: Any, topk_weights: Any, num_tokens: Any, stream: Any) -> None:
+    def route(
+        self, call: str, topk_idx: Any, topk_weights: Any, num_tokens: Any, previous_event: Any, stream: Any
+    ) -> None:
         group = self._group
         with group.lock:
             chosen = group.begin()
@@ -142,7 +158,7 @@ class Handle:
             self.routing = group.take_routing()
             self._stage = Stage.UNROUTED
             try:
-                chosen = group.choose_stream(stream, topk_idx)
+                chosen = group.choose_stream(stream, topk_idx, previous_event)
                 self._take_routing(topk_idx, topk_weights, num_tokens)
                 if self._is_fresh:
                     group.world.backend.clear(self.arrays["state"], chosen)
@@ -154,9 +170,17 @@ class Handle:
                 raise
             group.mode.route(self, chosen)
             self._stage = Stage.ROUTED
-            group.leave(chosen)
+            self._leave(chosen)
 
-    def update(self, topk_idx: Any, topk_weights: Any = None, *, num_tokens: Any = None, stream: Any = None) -> None:
+    def update(
+        self,
+        topk_idx: Any,
+        topk_weights: Any = None,
+        *,
+        num_tokens: Any = None,
+        previous_event: Any = None,
+        stream: Any = None,
+    ) -> None:
         """Give the handle a new routing, as create_handle does, without allocating. ht: collective.
 
         May be captured in a CUDA graph: every replay then reads the arrays again.
@@ -165,10 +189,17 @@ class Handle:
             as Group.create_handle. A handle whose update was refused has no routing. OrderError: an operation of the
             handle is pending.
         """
-        self.route("update", topk_idx, topk_weights, num_tokens, stream)
+        self.route("update", topk_idx, topk_weights, num_tokens, previous_event, stream)
 
     def dispatch(
-        self, x: Any, scales: Any = None, *, out: Any = None, send_only: bool = False, stream: Any = None
+        self,
+        x: Any,
+        scales: Any = None,
+        *,
+        out: Any = None,
+        send_only: bool = False,
+        previous_event: Any = None,
+        stream: Any = None,
     ) -> Received:
         """Send this rank's tokens to the ranks of their experts. Collective; may be repeated with the same routing.
 
@@ -182,6 +213,8 @@ class Handle:
                 buffer is held then. Fewer rows than come: ArgumentError at check() here, PeerRefused there, nothing
                 dispatched.
             send_only: (ll) only send; complete() receives. At most num_buffers dispatches may be under way.
+            previous_event: an event that the stream first waits for: a cuep.Event, or one of CuPy, torch, Numba or
+                cuda.core, or its handle.
             stream: where to enqueue; None = the current stream of x's framework.
 
         Returns:
@@ -202,7 +235,7 @@ class Handle:
                 raise OrderError(f"dispatch: this handle {self._stage.value}")
             group.check_turn("dispatch")
             try:
-                chosen = group.choose_stream(stream, x)
+                chosen = group.choose_stream(stream, x, previous_event)
                 self._check_send_only(send_only)
                 is_plain = out is None and not send_only
                 given = (x,) if scales is None else (x, scales)
@@ -232,7 +265,7 @@ class Handle:
                 group.begin_pending(self)
                 export = partial(self._received, arrays.framework(x), out)
                 self._begin_pending("dispatch", view, export, (factors, into))
-            group.leave(chosen)
+            self._leave(chosen)
             return self._received(arrays.framework(x), out)
 
     def combine(
@@ -244,6 +277,7 @@ class Handle:
         row_weight_grads: Any = None,
         out: Any = None,
         send_only: bool = False,
+        previous_event: Any = None,
         stream: Any = None,
     ) -> Any:
         """Bring the experts' outputs home. Collective; once after each dispatch.
@@ -266,6 +300,7 @@ class Handle:
             out: [num_rows, H] of combine_dtype: where to put y instead of memory of the handle. Rows may be strided.
             send_only: (ll) only send; complete() receives. At most num_buffers combines may be under way: one more does
                 nothing on any rank, and OrderError comes at check().
+            previous_event: as for dispatch.
             stream: where to enqueue; None = the current stream of expert_out's framework.
 
         Returns:
@@ -287,7 +322,7 @@ class Handle:
             if self._stage is not Stage.DISPATCHED:
                 raise OrderError(f"combine: this handle {self._stage.value}")
             try:
-                chosen = group.choose_stream(stream, expert_out)
+                chosen = group.choose_stream(stream, expert_out, previous_event)
                 self._check_send_only(send_only)
                 is_plain = isinstance(topk_weights, str) and topk_weights == "handle" and not send_only
                 is_plain = is_plain and bias is None and row_weight_grads is None and out is None
@@ -313,20 +348,22 @@ class Handle:
             if send_only:
                 export = partial(self._combined, arrays.framework(expert_out), out, has_grads=has_grads)
                 self._begin_pending("combine", call, export)
-            group.leave(chosen)
+            self._leave(chosen)
             return self._combined(arrays.framework(expert_out), out, has_grads=has_grads)
 
-    def complete(self, stream: Any = None) -> Any:
+    def complete(self, stream: Any = None, *, previous_event: Any = None) -> Any:
         """(ll) Receive what a send_only dispatch or combine began. Collective.
 
         Args:
             stream: where to enqueue; None = the current stream of the framework of that call's array.
+            previous_event: as for dispatch.
 
         Returns:
             what that call returned, now complete in stream order.
 
         Raises:
-            OrderError: nothing of this handle is pending. ArgumentTypeError: stream is none; it stays pending.
+            OrderError: nothing of this handle is pending. ArgumentError, ArgumentTypeError: stream or previous_event is
+                none; it stays pending.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
         group = self._group
@@ -337,15 +374,36 @@ class Handle:
                 raise OrderError("complete: no operation of this handle is pending")
             sent = self._sent
             like = sent.expert_out if isinstance(sent, CombineCall) else sent
-            chosen = group.choose_stream(stream, None if like is None else like.owner)
+            chosen = group.choose_stream(stream, None if like is None else like.owner, previous_event)
             self._plain_calls.clear()
             self._newest = group.mode.complete(self, chosen, sent, *self._beside)
             assert self._export is not None
             export = self._export
             group.end_pending(self)
             self._end_pending()
-            group.leave(chosen)
+            self._leave(chosen)
             return export()
+
+    @property
+    def event(self) -> Event:
+        """The handle's newest operation (create_handle, update, dispatch, combine, complete), for streams that wait.
+
+        It is recorded when it is first asked for, on the stream of that operation: so ask before that stream is given
+        other work, which the event would stand for, too. Inside a capture it belongs to the graph.
+
+        Raises:
+            ClosedError: the handle is closed.
+        """
+        with self._group.lock:
+            self._check_open()
+            event = self._event or Event(self._group.world.backend, self._stream.record())
+            self._event = None if self._stream.is_capturing() else event
+            return event
+
+    def _leave(self, chosen: Stream) -> None:
+        """After an operation was launched on `chosen`."""
+        self._stream, self._event = chosen, None
+        self._group.leave(chosen)
 
     def combine_buffer(self, *, stream: Any = None) -> Any:
         """An array of the handle's for the experts to write, of the shape and dtype that combine takes.
@@ -606,9 +664,9 @@ class Handle:
             fields = group.mode.received(self)
             exported = {k: group.export(v, framework) for k, v in fields.items() if k != "tokens"}
             if out is not None:
-                return Received(tokens=out, **exported)
+                return Received(tokens=out, **exported, handle=weakref.ref(self))
             exported["tokens"] = group.export(fields["tokens"], framework, group.cfg.recv_dtype)
-            kept = Received(**exported, lease=self.state.lease)
+            kept = Received(**exported, lease=self.state.lease, handle=weakref.ref(self))
             if arrays.is_ordered(framework):
                 self._exports[key] = kept
         return kept

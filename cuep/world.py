@@ -12,6 +12,7 @@ from cuep import env
 from cuep.agreement import idle_barrier, together
 from cuep.backend import Backend, Comm
 from cuep.errors import ArgumentError, ArgumentTypeError, BackendUnavailable, ClosedError, CuepError, SettingsMismatch
+from cuep.events import Event
 
 if TYPE_CHECKING:
     from cuep.group import Group
@@ -67,6 +68,11 @@ class World:
         """
         self.check_open()
         return self.backend.new_stream(is_urgent=is_urgent)
+
+    def record_event(self, stream: Any = None) -> Event:
+        """The work that `stream` has been given so far; None = the current stream of the backend's own framework."""
+        self.check_open()
+        return Event(self.backend, self.backend.stream(stream).record())
 
     def check_open(self) -> None:
         if self.is_closed:

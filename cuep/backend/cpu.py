@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cuep import env
 from cuep.backend import Comm, Record
 from cuep.backend.cpu_memory import SharedMemory
-from cuep.backend.cpu_stream import CpuStream, SynchronousStream
+from cuep.backend.cpu_stream import CpuEvent, CpuStream, SynchronousStream
 from cuep.backend.user_memory import UserBlock
 from cuep.errors import ArgumentError, ArgumentTypeError, BackendUnavailable, DeviceError
 
@@ -129,6 +129,14 @@ class CpuBackend:
             return stream
         raise ArgumentTypeError(
             f"stream has type {type(stream).__name__}; the cpu backend takes None or what world.stream() returns"
+        )
+
+    def event(self, event: Any) -> CpuEvent:
+        point = getattr(event, "point", event)
+        if isinstance(point, CpuEvent):
+            return point
+        raise ArgumentTypeError(
+            f"event has type {type(event).__name__}; the cpu backend takes None or a cuep.Event of its own"
         )
 
     def array_dtype(self, dtype: Any) -> np.dtype[Any]:

@@ -16,7 +16,7 @@ from cuep.agreement import raise_together
 from cuep.backend import Array, Comm
 from cuep.backend.cuda_context import CudaContext, choose_gpu
 from cuep.backend.cuda_launch import CudaModule
-from cuep.backend.cuda_stream import CudaStream, resolve
+from cuep.backend.cuda_stream import CudaEvent, CudaStream, as_event, resolve
 from cuep.backend.user_memory import UserBlock
 from cuep.errors import BackendUnavailable, ClosedError, CuepError, DeviceError, OrderError
 
@@ -180,6 +180,10 @@ class CudaBackend:
         if last is None or last.number != number or last.owner is not owner:
             last = self._last_stream = CudaStream(self._context, number, owner)
         return last
+
+    def event(self, event: Any) -> CudaEvent:
+        """An int, cuep, CuPy, torch, Numba or cuda.core event."""
+        return as_event(self._context, event)
 
     def new_stream(self, *, is_urgent: bool = False) -> Any:
         """A cupy.cuda.Stream that does not wait for the default stream."""

@@ -14,14 +14,12 @@ _DEFAULT_STREAMS = 2  # handles up to here are not a stream's own, but a name fo
 
 
 class CudaEvent:
-    """A point in a stream."""
+    """A point in a stream. Keeps alive what it was made from."""
 
-    def __init__(self, context: CudaContext) -> None:
-        from cupy.cuda import Event
-
+    def __init__(self, context: CudaContext, number: int, owner: Any) -> None:
         self._context = context
-        self._owner = Event(disable_timing=True)  # CuPy destroys it, also at interpreter exit
-        self.handle = context.driver.CUevent(self._owner.ptr)
+        self._owner = owner
+        self.handle = context.driver.CUevent(number)
 
     def synchronize(self) -> None:
         with self._context.current():
@@ -36,6 +34,35 @@ class CudaEvent:
             return False
         check(result, "querying an event")
         return True
+
+
+def new_event(context: CudaContext) -> CudaEvent:
+    from cupy.cuda import Event
+
+    owner = Event(disable_timing=True)  # CuPy destroys it, also at interpreter exit
+    return CudaEvent(context, owner.ptr, owner)
+
+
+def as_event(context: CudaContext, event: Any) -> CudaEvent:
+    """What a user may pass as an event: an int handle, a cuep.Event, or an event of CuPy, torch, Numba or cuda.core."""
+    number = event
+    for name in ("ptr", "cuda_event", "handle"):  # cuep and CuPy, torch, Numba and cuda.core
+        if hasattr(event, name):
+            number = getattr(event, name)
+            break
+    try:
+        number = int(getattr(number, "value", number))  # Numba's is a ctypes.c_void_p
+    except (TypeError, ValueError):
+        number = None
+    is_stream = hasattr(event, "wait_event") or hasattr(event, "__cuda_stream__")
+    if number is None or is_stream or isinstance(event, (bool, float, str)):
+        raise ArgumentTypeError(
+            f"event has type {type(event).__name__}; allowed: None, an int handle, or an event of cuep, CuPy, torch,"
+            " Numba or cuda.core"
+        )
+    if number == 0:
+        raise ArgumentError("the event was never recorded")
+    return CudaEvent(context, number, event)
 
 
 class CudaStream:
@@ -61,7 +88,7 @@ class CudaStream:
 
     def record(self) -> CudaEvent:
         with self._context.current():
-            event = CudaEvent(self._context)
+            event = new_event(self._context)
             check(self._context.driver.cuEventRecord(event.handle, self.handle), "recording an event")
         return event
 
