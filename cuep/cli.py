@@ -109,8 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--overlap",
         action="store_true",
-        help="ll: also time two micro-batches with matrix products each: the products, the communication, one after"
-        " the other, and a staged and a two-stream pipeline that hide communication behind the products",
+        help="also time two micro-batches with matrix products each: the products, the communication, one after the"
+        " other, and pipelines that hide communication behind the products: with two streams and, ll, a staged one",
     )
     bench.add_argument(
         "--gemm-columns",
@@ -118,6 +118,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of these products, [rows, hidden] x [hidden, N] for each expert, with the rows that it gets on average;"
         " bfloat16, float32 on a CPU (256)",
+    )
+    bench.add_argument(
+        "--floor",
+        action="store_true",
+        help="ht: also time the simplest kernels that move the same rows (push them; pull them and add up), and print"
+        " cuep's time over theirs",
     )
     bench.add_argument(
         "--peer",
@@ -212,6 +218,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
         staged=options.staged,
         groups=options.groups,
         overlap=options.overlap,
+        floor=options.floor,
         gemm_columns=options.gemm_columns,
         peer=options.peer,
         graph=is_gpu and options.graph is not False,

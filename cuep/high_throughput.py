@@ -81,9 +81,9 @@ class HighThroughput:
         smem_bytes = group.world.backend.max_smem_bytes
         route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
-        out = _pipeline(room, "kNumWarps", 6, 2, smem_bytes)
+        out = row_pipeline(room, "kNumWarps", 6, 2, smem_bytes)
         piece, num_ahead = (cfg.combine_row_bytes, 2) if self._is_flat else (_PIECE_BYTES, 8)
-        home = _pipeline(min(cfg.combine_row_bytes, piece), "kNumPushWarps", 7, num_ahead, smem_bytes)
+        home = row_pipeline(min(cfg.combine_row_bytes, piece), "kNumPushWarps", 7, num_ahead, smem_bytes)
         self._route, self._dispatch, self._combine = load_kernels(
             group,
             [
@@ -257,7 +257,9 @@ class HighThroughput:
         )
 
 
-def _pipeline(row_bytes: int, warps_name: str, num_warps: int, num_stages: int, max_smem_bytes: int) -> dict[str, int]:
+def row_pipeline(
+    row_bytes: int, warps_name: str, num_warps: int, num_stages: int, max_smem_bytes: int
+) -> dict[str, int]:
     """Tunables: how many warps of a block move rows, each with how many in flight, as far as shared memory goes.
 
     Empty where there is no shared memory to fill: the kernel's own defaults.

@@ -65,7 +65,7 @@ def test_bench_writes_records_with_exactly_these_keys(mode, tmp_path):
         (["bench", "ll", "--backend", "cpu", "--hidden", "7"], "hidden=7 is not allowed"),
         (["bench", "ll", "--backend", "cpu", "--variant", "imaginary"], "variant 'imaginary' is not one of mode ll"),
         (["bench", "ht", "--backend", "cpu", "--staged"], "staged=True is not allowed with mode='ht'"),
-        (["bench", "ht", "--backend", "cpu", "--overlap"], "overlap=True is not allowed with mode='ht'"),
+        (["bench", "ll", "--backend", "cpu", "--floor"], "floor=True is not allowed with mode='ll'"),
         (["bench", "ll", "--backend", "cpu", "--peer", "nccl-ep"], "peer nccl-ep runs on GPUs only"),
         (
             ["bench", "ht", "--backend", "cpu", "--peer", "nccl-ep", "--layout", "expert_major"],

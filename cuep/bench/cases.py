@@ -82,12 +82,12 @@ def two_groups(backend: Backend, first: Batch, second: Batch) -> list[Case]:
     return [Case(Operation("pair, 2 groups", steps), 2 * PAIR, steps, (first, second))]
 
 
-def overlap(backend: Backend, first: Batch, second: Batch, gemm: Gemm, aside: Gemm) -> list[Case]:
+def overlap(backend: Backend, first: Batch, second: Batch, gemm: Gemm, aside: Gemm, *, is_staged: bool) -> list[Case]:
     """A layer's work on two micro-batches of one group, both in one stream, which is also that of `gemm`.
 
-    "pipeline" has one stream: what one micro-batch sent travels, and peers that are late catch up, while the product of
-    the other one runs; only then is it received. In "pipeline, 2 streams" whole dispatches and combines run beside the
-    products, which are enqueued on the stream of `aside`.
+    "pipeline" (is_staged: where the mode has staged calls) has one stream: what one micro-batch sent travels, and peers
+    that are late catch up, while the product of the other one runs; only then is it received. In "pipeline, 2 streams"
+    whole dispatches and combines run beside the products, which are enqueued on the stream of `aside`.
     """
     both = (first, second)
     communication = (first.dispatch, first.combine, second.dispatch, second.combine)
@@ -110,7 +110,7 @@ def overlap(backend: Backend, first: Batch, second: Batch, gemm: Gemm, aside: Ge
         Case(Operation("gemms", (gemm, gemm)), (), (), (), shape),
         Case(Operation("communication", communication), 2 * PAIR, communication, both),
         Case(Operation("gemms + communication", sequence), 2 * PAIR, sequence, both, shape),
-        Case(Operation("pipeline", pipeline), 2 * PAIR, pipeline, both, shape),
+        *([Case(Operation("pipeline", pipeline), 2 * PAIR, pipeline, both, shape)] if is_staged else []),
         Case(Operation("pipeline, 2 streams", two_streams), 2 * PAIR, two_streams, both, shape),
     ]
 

@@ -5,23 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cuep.bench import floor
 from cuep.bench.records import Record
 from cuep.bench.workload import Options, group_config
 from cuep.tables import print_table
 
 _COLUMNS = ("op", "variant", "us_median", "us_p10", "us_p90", "host_us", "host_cold_us", "gb_per_s", "checked")
 _RATIO = "peer/cuep"
+_FLOOR_RATIO = "cuep/floor"
 
 
 def show(options: Options, num_ranks: int, records: Sequence[Record]) -> None:
-    """One row per record; those of a peer say how many times cuep's time (of the first variant) they took."""
-    columns = _COLUMNS if options.peer is None else (*_COLUMNS[:3], _RATIO, *_COLUMNS[3:])
+    """One row per record; those of a peer say how many times cuep's time (of the first variant) they took, cuep's how
+    many times that of the floor."""
+    ratios = [*([_FLOOR_RATIO] if options.floor else []), *([_RATIO] if options.peer else [])]
+    columns = (*_COLUMNS[:3], *ratios, *_COLUMNS[3:])
+    floor_us = {record["op"]: record["us_median"] for record in records if record["variant"] == floor.NAME}
+    floor_us |= {"route+dispatch": floor_us["dispatch"]} if floor_us else {}
     cuep_us: dict[str, float] = {}
     rows = []
     for record in records:
         cells: dict[str, Any] = {name: record[name] for name in _COLUMNS}
         if record["peer"] is None:
             cuep_us.setdefault(record["op"], record["us_median"])
+            least = floor_us.get(record["op"])
+            cells[_FLOOR_RATIO] = f"{record['us_median'] / least:.3f}" if least else None
         else:
             own = cuep_us.get(record["op"])
             cells["variant"] = f"{record['peer']} {record['variant']}"

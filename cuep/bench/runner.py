@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from cuep import jit
-from cuep.bench import cases, peers, records, verify
+from cuep.bench import cases, floor, peers, records, verify
 from cuep.bench.batch import Batch
 from cuep.bench.cases import Case
 from cuep.bench.gemm import Gemm
@@ -32,6 +32,8 @@ def run(world: World, options: Options) -> tuple[list[Record], list[str]]:
     bench = _Bench(world, options)
     for name, settings in chosen:
         bench.time_variant(name, settings)
+    if options.floor:
+        bench.time_floor()
     if peer is not None:
         with peer(world, options, bench.inputs, bench.stream) as batch:
             for case in cases.plain(batch, in_turn=True):
@@ -78,11 +80,20 @@ class _Bench:
         self._expected = verify.expect(world, options) if options.check else None
         self._commit = records.commit()
 
-    def time(self, case: Case, options: Options, variant: str, *, peer: str | None = None) -> None:
-        """options: those of the groups that the case is about."""
+    def time(
+        self,
+        case: Case,
+        options: Options,
+        variant: str,
+        *,
+        peer: str | None = None,
+        expected: verify.Expected | None = None,
+    ) -> None:
+        """options: those of the groups that the case is about. expected: of its results, None: of cuep's."""
         world = self._world
         timing = measure(world, self.stream, case.operation, options.iterations, options.graph)
-        problems = [] if self._expected is None else case.problems(world, self._expected)
+        wanted = expected or self._expected
+        problems = [] if wanted is None else case.problems(world, wanted)
         self.wrong += [f"{peer or variant}: {case.operation.name}: {text}" for text in problems]
         checked = self._expected is not None and bool(case.batches) and not problems
         made = records.record(world, options, self.inputs, case, timing, checked=checked, variant=variant, peer=peer)
@@ -98,12 +109,21 @@ class _Bench:
             if options.overlap:
                 second = Batch(world, group, options, self.inputs, self.stream)
                 products = (Gemm(world, options, stream) for stream in (self.stream, world.stream()))
-                found += cases.overlap(world.backend, first, second, *products)
+                found += cases.overlap(world.backend, first, second, *products, is_staged=options.mode == "ll")
             for case in found:
                 self.time(case, options, name)
             group.check()
         if options.groups == 2:
             self._time_two_groups(name, settings)
+
+    def time_floor(self) -> None:
+        world, options = self._world, self._options
+        plain = floor.options_of(options)
+        expected = verify.expect(world, plain) if options.check else None
+        with Group(world, group_config(plain, {})) as group:
+            least = floor.Floor(world, group, options, self.inputs, self.stream)
+            for case in floor.cases(least, options):
+                self.time(case, options, floor.NAME, expected=expected)
 
     def _time_two_groups(self, name: str, settings: dict[str, str]) -> None:
         world = self._world

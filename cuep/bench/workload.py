@@ -26,7 +26,8 @@ class Options:
         routing: one of ROUTINGS, see routing().
         staged: (ll) also time the send phases alone, and the pair made of staged calls.
         groups: 2: also time two groups that each run the pair at the same time, in two streams.
-        overlap: (ll) also time two micro-batches whose communication hides behind matrix products.
+        overlap: also time two micro-batches whose communication hides behind matrix products.
+        floor: (ht) also time the simplest kernels that move the same rows, see floor.Floor.
         gemm_columns: width of these products, see gemm.Gemm; None: 256.
         peer: another library to time on the same inputs, one of peers.NAMES.
         graph: replay CUDA graphs; False: enqueue every call.
@@ -54,6 +55,7 @@ class Options:
     staged: bool = False
     groups: int = 1
     overlap: bool = False
+    floor: bool = False
     gemm_columns: int | None = None
     peer: str | None = None
     graph: bool = False
@@ -62,8 +64,8 @@ class Options:
     variants: tuple[str, ...] = ("default",)
 
     def __post_init__(self) -> None:
-        for name in ("staged", "overlap"):
-            if getattr(self, name) and self.mode != "ll":
+        for name, mode in (("staged", "ll"), ("floor", "ht")):
+            if getattr(self, name) and self.mode != mode:
                 raise ArgumentError(f"{name}=True is not allowed with mode={self.mode!r}; allowed: False")
         if self.routing not in ROUTINGS:
             raise ArgumentError(f"routing={self.routing!r} is not allowed; allowed: {ROUTINGS}")

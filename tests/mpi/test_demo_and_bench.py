@@ -13,6 +13,7 @@ import cuep
 from cuep import demo
 from cuep.bench import cases, experts, runner, verify
 from cuep.bench.batch import Batch
+from cuep.bench.floor import Floor
 from cuep.bench.gemm import Gemm
 from cuep.bench.timing import Operation, measure
 from cuep.bench.workload import Options, group_config, make_inputs
@@ -98,6 +99,34 @@ def test_staged_calls_two_groups_and_pipelines_equal_the_oracle(world, form):
         assert of[name]["bytes_total"] == 2 * of["pair"]["bytes_total"]
     assert of["pair, 2 groups"]["num_sms"] == world.backend.num_processors // 2 and of["pair"]["num_sms"] is None
     assert all(record["routing"] == "skewed" and record["peer"] is None for record in records)
+
+
+@pytest.mark.parametrize("form", [{}, {"layout": "expert_major", "alignment": 4}, {"quant": "fp8_block128"}])
+def test_high_throughput_beside_products_and_the_floor(world, form):
+    settings = Options(
+        "ht", tokens=9, hidden=128, experts=8, topk=3, check=True, iterations=1, graph=world.backend.name == "cuda",
+        overlap=True, floor=True, num_sms=4, gemm_columns=24, **form,
+    )  # fmt: skip
+    records, wrong = runner.run(world, settings)
+    assert wrong == []
+    operations = [*PLAIN, *(name for name in OVERLAP if name != "pipeline")]
+    assert [(r["op"], r["variant"]) for r in records] == [
+        *((name, "default") for name in operations),
+        *((name, "floor") for name in ("dispatch", "combine", "pair")),
+    ]
+    floor = {record["op"]: record for record in records if record["variant"] == "floor"}
+    unchecked = [record["op"] for record in records if not record["checked"]]
+    assert unchecked == ["gemms", *(floor if settings.quant else ())]
+    for record in records[:2]:
+        assert floor[record["op"]]["bytes_remote"] == record["bytes_remote"]
+
+
+def test_the_floor_is_checked(world, monkeypatch):
+    """Rows that were not pulled are found."""
+    settings = Options("ht", tokens=9, hidden=128, experts=8, topk=3, check=True, iterations=1, floor=True)
+    monkeypatch.setattr(Floor, "combine", lambda self: None)
+    _, wrong = runner.run(world, settings)
+    assert wrong and all("combine: y" in text for text in wrong)
 
 
 def test_two_groups_of_high_throughput(world):

@@ -81,29 +81,9 @@ struct Home {
         return {is_all_or_none(unweighted) ? -1 : p.rank, Cause::kWeightsDiffer};
     }
 
-    // y[t] and weight_grads[t]. own_row(row): this rank's own term; own_grad(row, k). The whole warp calls; false: gave
-    // up.
-    template <class Params, class OwnRow, class OwnGrad>
-    static CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int t, OwnRow own_row, OwnGrad own_grad) {
-        const int lane = lane_idx();
-        bool is_ok = true;
-        const int32_t lane_row = lane < kRanks ? p.rows[static_cast<int64_t>(t) * kRanks + lane] : -1;
-        const int32_t slot = lane < kRanks ? lane_row - p.send_base[lane] : 0;
-        if (lane_row >= 0 && (kIsOwnStaged || lane != p.rank)) {
-            uint32_t unused = 0;
-            is_ok = wait_flag(op, flag_of(p, p.rank, lane, slot), Phase::kRows, lane, unused);
-        }
-        if (!__all_sync(0xffffffffu, is_ok)) return false;
-        __syncwarp();                // a vote orders no memory: now every lane may read what one lane has waited for
-        const uint4* terms[kRanks];  // null: this rank has none of the token's experts
-#pragma unroll
-        for (int r = 0; r < kRanks; r++) {
-            const int32_t row = __shfl_sync(0xffffffffu, lane_row, r), at = __shfl_sync(0xffffffffu, slot, r);
-            const uint8_t* term = !kIsOwnStaged && r == p.rank ? own_row(row) : staged_row(p, p.rank, r, at);
-            terms[r] = row < 0 ? nullptr : reinterpret_cast<const uint4*>(term);
-        }
-        uint4* y = reinterpret_cast<uint4*>(p.y + t * p.y_stride);
-        for (int first_vec = lane; first_vec < kRowVecs; first_vec += 32 * kVecsInFlight) {
+    // y = the sum of a token's terms, of rank 0 first, and its biases; null: there is none. The whole warp calls.
+    static CUEP_DEVICE void sum_terms(const uint4* const (&terms)[kRanks], const uint4* const (&biases)[2], uint4* y) {
+        for (int first_vec = lane_idx(); first_vec < kRowVecs; first_vec += 32 * kVecsInFlight) {
             float sum[kVecsInFlight][kElemsPerVec];
 #pragma unroll
             for (int j = 0; j < kVecsInFlight; j++) {
@@ -132,11 +112,10 @@ struct Home {
             }
 #pragma unroll
             for (int b = 0; b < 2; b++) {
-                if (p.bias[b] == nullptr) continue;
-                const uint4* bias = reinterpret_cast<const uint4*>(p.bias[b] + t * p.bias_stride[b]);
+                if (biases[b] == nullptr) continue;
 #pragma unroll
                 for (int j = 0; j < kVecsInFlight; j++) {
-                    if (first_vec + 32 * j < kRowVecs) add(sum[j], load_16(bias + first_vec + 32 * j));
+                    if (first_vec + 32 * j < kRowVecs) add(sum[j], load_16(biases[b] + first_vec + 32 * j));
                 }
             }
 #pragma unroll
@@ -145,6 +124,36 @@ struct Home {
                 if (vec < kRowVecs) store_16(y + vec, pack<E>(sum[j]));
             }
         }
+    }
+
+    // y[t] and weight_grads[t]. own_row(row): this rank's own term; own_grad(row, k). The whole warp calls; false: gave
+    // up.
+    template <class Params, class OwnRow, class OwnGrad>
+    static CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int t, OwnRow own_row, OwnGrad own_grad) {
+        const int lane = lane_idx();
+        bool is_ok = true;
+        const int32_t lane_row = lane < kRanks ? p.rows[static_cast<int64_t>(t) * kRanks + lane] : -1;
+        const int32_t slot = lane < kRanks ? lane_row - p.send_base[lane] : 0;
+        if (lane_row >= 0 && (kIsOwnStaged || lane != p.rank)) {
+            uint32_t unused = 0;
+            is_ok = wait_flag(op, flag_of(p, p.rank, lane, slot), Phase::kRows, lane, unused);
+        }
+        if (!__all_sync(0xffffffffu, is_ok)) return false;
+        __syncwarp();                // a vote orders no memory: now every lane may read what one lane has waited for
+        const uint4* terms[kRanks];  // null: this rank has none of the token's experts
+#pragma unroll
+        for (int r = 0; r < kRanks; r++) {
+            const int32_t row = __shfl_sync(0xffffffffu, lane_row, r), at = __shfl_sync(0xffffffffu, slot, r);
+            const uint8_t* term = !kIsOwnStaged && r == p.rank ? own_row(row) : staged_row(p, p.rank, r, at);
+            terms[r] = row < 0 ? nullptr : reinterpret_cast<const uint4*>(term);
+        }
+        const uint4* biases[2];
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+            biases[b] =
+                p.bias[b] == nullptr ? nullptr : reinterpret_cast<const uint4*>(p.bias[b] + t * p.bias_stride[b]);
+        }
+        sum_terms(terms, biases, reinterpret_cast<uint4*>(p.y + t * p.y_stride));
         if (p.row_weight_grads != nullptr) {
             const int32_t id = lane < kTopk ? p.ids[static_cast<int64_t>(t) * kTopk + lane] : -1;
             const int owner = id < 0 ? 0 : id / kExpertsPerRank;
