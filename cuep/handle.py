@@ -183,7 +183,8 @@ class Handle:
     ) -> None:
         """Give the handle a new routing, as create_handle does, without allocating. ht: collective.
 
-        May be captured in a CUDA graph: every replay then reads the arrays again.
+        May be captured in a CUDA graph: every replay then reads the arrays again. (A graph without it, of a dispatch or
+        combine alone, serves routings of at most as many tokens as at its capture, unless num_tokens is on the device.)
 
         Raises:
             as Group.create_handle. A handle whose update was refused has no routing. OrderError: an operation of the

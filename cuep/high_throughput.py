@@ -146,7 +146,8 @@ class HighThroughput:
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
         set_scales(record, scales)
-        record["out"] = 0 if out is None else out.address
+        # an array without elements has no address, but is one
+        record["out"] = 0 if out is None else out.address or handle.addresses["state"]
         record["out_stride"] = 0 if out is None else out.strides[0]
         record["out_rows"] = 0 if out is None else out.shape[0]
         set_count(record, handle)

@@ -68,7 +68,7 @@ def set_combine(record: FastRecord, handle: Handle, call: CombineCall, row_strid
         "is_weighted": call.is_weighted,
         "bias": _pair([bias.address for bias in call.bias]),
         "bias_stride": _pair([bias.strides[0] for bias in call.bias]),
-        "row_weight_grads": 0 if grads is None else grads.address,
+        "row_weight_grads": 0 if grads is None else grads.address or handle.addresses["state"],  # even without elements
         "weight_grads": 0 if grads is None else handle.addresses["weight_grads"],
     }
     for name, value in optional.items():

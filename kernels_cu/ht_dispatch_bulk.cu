@@ -78,7 +78,7 @@ constexpr int kNumThreads = kNumWarps * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
 using PeerRows = PeerWalk<kNumRanks, (kNumRanks > 1 ? kNumRanks - 1 : 1)>;
-static_assert(kNumThreads > kNumRanks, "one thread for each rank and one more read recv_base");
+static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
 // Ids of rows beyond the count are -1, whatever an earlier dispatch left there.
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
     if (is_skipped(p, Op::kDispatch, p.state->unrouted != 0)) return;
     const Operation op = begin_operation(p, Op::kDispatch);
     Pipe pipe(smem, warp_idx(), kNumWarps);
-    if (threadIdx.x <= kNumRanks) recv_base[threadIdx.x] = p.recv_base[threadIdx.x];
+    for (int r = threadIdx.x; r <= kNumRanks; r += kNumThreads) recv_base[r] = p.recv_base[r];
     if (block_any(is_broken(op))) return;
 
     const int num_rows = min(*p.total, p.max_rows), warp = warp_idx();

@@ -76,7 +76,7 @@ constexpr int kNumThreads = kNumWarps * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
 using Messages = PeerWalk<kNumRanks, (kNumRanks > 1 ? kNumRanks - 1 : 1)>;  // those of peers
-static_assert(kNumThreads > kNumRanks, "one thread for each rank and one more read recv_base");
+static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
 CUEP_DEVICE int2* header_of(const Params& p, int dst, int64_t message) {
@@ -240,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_expand(
     const int tid = threadIdx.x, warp = warp_idx();
     if (is_skipped(p, Op::kDispatch, p.state->unrouted != 0)) return;
     const Operation op = begin_operation(p, Op::kDispatch);
-    if (tid <= kNumRanks) recv_base[tid] = p.recv_base[tid];
+    for (int r = tid; r <= kNumRanks; r += kNumThreads) recv_base[r] = p.recv_base[r];
     if (block_any(is_broken(op))) return;
 
     const bool has_room = p.out == nullptr || p.out_rows >= p.expert_offsets[kNumLocalExperts];

@@ -5,6 +5,8 @@ What must come out is worked out here row by row, from all ranks' inputs, withou
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -392,6 +394,60 @@ def test_rows_of_out(world: Any, groups: Any, form: str) -> None:
     y = handle.combine(to_device(world, want.expert_out(needed)))
     group.check()
     reference.assert_same(to_host(world, y), want.y(), "y")
+    handle.close()
+
+
+@pytest.mark.parametrize("form", ["flat", "aligned"])
+def test_an_out_without_rows(world: Any, groups: Any, monkeypatch: Any, form: str) -> None:
+    """Arrays without elements have no address in torch and CuPy. Such an out is refused where rows come, else fine."""
+    group = groups(form)
+    dtype = layout.dtype_of(group.cfg.dtype)
+    empty = to_device(world, np.zeros((0, group.cfg.hidden), dtype))
+    view = group.view
+
+    def without_address(array: Any, name: str, **kwargs: Any) -> Any:
+        found = view(array, name, **kwargs)
+        return dataclasses.replace(found, address=0) if array is empty else found
+
+    monkeypatch.setattr(group, "view", without_address)
+    for num_tokens in (6, 0):
+        step = random_step(world, group.cfg, 5, num_tokens, 0.0)
+        handle = routed(world, group, step)
+        want = Expected(world, group.cfg, step)
+        with contextlib.ExitStack() as stack:
+            if num_tokens:
+                stack.enter_context(pytest.raises((cuep.ArgumentError, cuep.PeerRefused)))
+            recv = handle.dispatch(to_device(world, step.x), out=empty)
+            group.check()
+            want.check_received(recv)
+            assert recv.tokens is empty
+        handle.close()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("form", ["flat", "aligned"])
+def test_gradients_without_rows(world: Any, groups: Any, monkeypatch: Any, form: str) -> None:
+    """A rank that received nothing has gradients all the same, at no address."""
+    group = groups(form)
+    cfg, view = group.cfg, group.view
+
+    def without_address(array: Any, name: str, **kwargs: Any) -> Any:
+        found = view(array, name, **kwargs)
+        return dataclasses.replace(found, address=0) if 0 in found.shape else found
+
+    monkeypatch.setattr(group, "view", without_address)
+    step = random_step(world, cfg, 5, 6, 0.0)
+    step.topk_idx %= cfg.num_experts // world.size  # all to rank 0
+    handle = routed(world, group, step)
+    want = Expected(world, cfg, step)
+    num_rows = want.needed()[world.rank]
+    assert (num_rows == 0) == (world.rank > 0)
+    handle.dispatch(to_device(world, step.x))
+    grads = to_device(world, want.row_grads(num_rows))
+    y, weight_grads = handle.combine(to_device(world, want.expert_out(num_rows)), row_weight_grads=grads)
+    group.check()
+    reference.assert_same(to_host(world, y), want.y(), "y")
+    reference.assert_same(to_host(world, weight_grads), want.weight_grads(), "weight_grads")
     handle.close()
 
 
