@@ -72,7 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (%(default)s)")
     bench.add_argument("--layout", help="ll: expert_major or rank_major; ht: flat or expert_major (default: the first)")
     bench.add_argument("--reduce", help="exact or per_rank (default: the layout's)")
-    bench.add_argument("--quant", help="fp8_block128: rows are quantised while they are sent (default: they are not)")
+    bench.add_argument(
+        "--quant",
+        help="fp8_block128: rows are quantised while they are sent; forward: beforehand (default: not at all)",
+    )
     bench.add_argument(
         "--scale-format", default="fp32", choices=("fp32", "ue8m0"), help="of the scales of --quant (%(default)s)"
     )

@@ -75,6 +75,10 @@ def test_bench_writes_records_with_exactly_these_keys(mode, tmp_path):
             ["bench", "ht", "--backend", "cpu", "--peer", "nccl-ep", "--quant", "fp8_block128"],
             "quant='fp8_block128' is not allowed with mode='ht'; allowed: None",
         ),
+        (
+            ["bench", "ll", "--backend", "cpu", "--peer", "nccl-ep", "--quant", "forward"],
+            "quant='forward' is not allowed; allowed: None or 'fp8_block128'",
+        ),
         (["bench", "ll", "--topk", "17"], "topk=17 is not allowed; allowed: at most experts=16"),
         (["bench", "ll", "--gemm-columns", "8"], "gemm_columns=8 is not allowed without overlap"),
         (["bench", "ll", "--tokens", "-4"], "must be a whole number of at least 1, got '-4'"),

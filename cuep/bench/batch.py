@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from cuep.bench import experts, verify
-from cuep.bench.workload import Inputs, Options
+from cuep.bench.workload import Inputs, Options, rows_to_send
 from cuep.group import Group
 from cuep.world import World
 
@@ -34,11 +34,13 @@ class Batch:
         backend = world.backend
         self.stream = stream
         self._world = world
-        arrays = (inputs.x, inputs.topk_idx, inputs.topk_weights)
+        x, scales = rows_to_send(options, inputs)
+        arrays = (x, inputs.topk_idx, inputs.topk_weights)
         self._x, self._topk_idx, self._topk_weights = (backend.asarray(array) for array in arrays)
+        self._scales = None if scales is None else backend.asarray(scales)
         backend.synchronize()  # the arrays were filled on another stream
         self._handle = group.create_handle(self._topk_idx, self._topk_weights, stream=stream)
-        self._received: Any = self._handle.dispatch(self._x, stream=stream)
+        self._received: Any = self._handle.dispatch(self._x, self._scales, stream=stream)
         backend.stream(stream).synchronize()
         self._answers = experts.answers(world, options, self._received)
         backend.synchronize()
@@ -48,7 +50,7 @@ class Batch:
         self._handle.update(self._topk_idx, self._topk_weights, stream=self.stream)
 
     def dispatch(self) -> None:
-        self._received = self._handle.dispatch(self._x, stream=self.stream)
+        self._received = self._handle.dispatch(self._x, self._scales, stream=self.stream)
 
     def answer_again(self) -> None:
         """Rows always lie in the same order."""
@@ -57,7 +59,7 @@ class Batch:
         self._combined = self._handle.combine(self._answers, stream=self.stream)
 
     def send(self) -> None:
-        self._handle.dispatch(self._x, send_only=True, stream=self.stream)
+        self._handle.dispatch(self._x, self._scales, send_only=True, stream=self.stream)
 
     def receive(self) -> None:
         self._received = self._handle.complete(self.stream)

@@ -21,7 +21,9 @@ NAME = "floor"  # in the place of a variant
 
 def options_of(options: Options) -> Options:
     """Of the group whose memory and routing the kernels use: rows one per (token, rank), as they are."""
-    return replace(options, layout="flat", reduce=None, alignment=1, zero_padding=False, quant=None)
+    return replace(
+        options, layout="flat", reduce=None, alignment=1, zero_padding=False, quant=None, scale_format="fp32"
+    )
 
 
 class Floor:

@@ -23,6 +23,7 @@ class Options:
     """One call of `cuep bench`. None means: what the mode's figures are usually quoted for, or cuep's own choice.
 
     Attributes, beside those of GroupConfig:
+        dtype: of the inputs, and of what combine takes and returns. With quant="forward" they are quantised beforehand.
         routing: one of ROUTINGS, see routing().
         staged: (ll) also time the send phases alone, and the pair made of staged calls.
         groups: 2: also time two groups that each run the pair at the same time, in two streams.
@@ -71,10 +72,6 @@ class Options:
             raise ArgumentError(f"routing={self.routing!r} is not allowed; allowed: {ROUTINGS}")
         if self.topk > self.experts:
             raise ArgumentError(f"topk={self.topk} is not allowed; allowed: at most experts={self.experts}")
-        if self.quant == "forward":
-            raise ArgumentError(
-                "quant='forward' is not allowed; allowed: None or 'fp8_block128', of which it is a part"
-            )
         if self.gemm_columns is not None and not self.overlap:
             raise ArgumentError(f"gemm_columns={self.gemm_columns} is not allowed without overlap; allowed: None")
         if self.groups not in (1, 2):
@@ -91,6 +88,7 @@ class Inputs:
 
 
 def group_config(options: Options, variants: dict[str, str]) -> GroupConfig:
+    is_forward = options.quant == "forward"  # the caller's rows are those that cuep would make
     return GroupConfig(
         mode=options.mode,
         layout=options.layout,
@@ -98,7 +96,8 @@ def group_config(options: Options, variants: dict[str, str]) -> GroupConfig:
         hidden=options.hidden,
         num_topk=options.topk,
         max_tokens_per_rank=max(1, options.tokens),
-        dtype=options.dtype,
+        dtype="float8_e4m3fn" if is_forward else options.dtype,
+        combine_dtype=options.dtype,
         reduce=options.reduce,
         quant=options.quant,
         scale_format=options.scale_format,
@@ -109,6 +108,14 @@ def group_config(options: Options, variants: dict[str, str]) -> GroupConfig:
         num_sms=options.num_sms,
         variants=variants,
     )
+
+
+def rows_to_send(options: Options, inputs: Inputs) -> tuple[reference.Array, reference.Array | None]:
+    """x and scales, as dispatch takes them."""
+    if options.quant != "forward":
+        return inputs.x, None
+    values, scales = reference.quantise(inputs.x, options.scale_format)
+    return values.view(np.uint8), scales  # not every array library has the dtype
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

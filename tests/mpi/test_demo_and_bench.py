@@ -101,7 +101,27 @@ def test_staged_calls_two_groups_and_pipelines_equal_the_oracle(world, form):
     assert all(record["routing"] == "skewed" and record["peer"] is None for record in records)
 
 
-@pytest.mark.parametrize("form", [{}, {"layout": "expert_major", "alignment": 4}, {"quant": "fp8_block128"}])
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+@pytest.mark.parametrize("form", [{}, {"layout": "expert_major", "scale_format": "ue8m0", "dtype": "float32"}])
+def test_bench_sends_rows_that_were_quantised_before(world, mode, form):
+    settings = Options(mode, tokens=7, hidden=384, experts=8, topk=3, quant="forward", check=True, iterations=1, **form)
+    records, wrong = runner.run(world, settings)
+    assert wrong == []
+    assert all(record["quant"] == "forward" and record["checked"] for record in records)
+    if world.size > 1:
+        scales = 3 if "scale_format" in form else 12
+        assert records[0]["bytes_remote"] % (384 + -(-scales // 16) * 16) == 0
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"layout": "expert_major", "alignment": 4},
+        {"quant": "fp8_block128"},
+        {"quant": "forward", "scale_format": "ue8m0"},
+    ],
+)
 def test_high_throughput_beside_products_and_the_floor(world, form):
     settings = Options(
         "ht", tokens=9, hidden=128, experts=8, topk=3, check=True, iterations=1, graph=world.backend.name == "cuda",

@@ -46,6 +46,8 @@ def require(world: World, options: Options) -> None:
     config = group_config(options, {})
     if (config.mode, config.layout) not in _LAYOUTS:
         raise ArgumentError(f"peer nccl-ep: layout={config.layout!r} is not allowed with mode='ht'; allowed: 'flat'")
+    if config.quant == "forward":
+        raise ArgumentError("peer nccl-ep: quant='forward' is not allowed; allowed: None or 'fp8_block128'")
     if config.dtype != "bfloat16":
         raise ArgumentError(f"peer nccl-ep: dtype={config.dtype!r} is not allowed; allowed: 'bfloat16'")
     if config.quant and config.mode == "ht":
