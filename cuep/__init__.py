@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from cuep.arrivals import Arrivals
     from cuep.events import Event
     from cuep.group import Group
-    from cuep.handle import Handle, Received
+    from cuep.handle import Handle
     from cuep.layout import footprint
+    from cuep.received import Received
     from cuep.world import World, init
 
 __version__ = "0.1.0"
@@ -61,7 +62,7 @@ _MODULES = {
     "Event": "events",
     "Group": "group",
     "Handle": "handle",
-    "Received": "handle",
+    "Received": "received",
     "World": "world",
     "footprint": "layout",
     "init": "world",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,76 +15,15 @@ from cuep import arrays, layout
 from cuep.backend import Array, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError, ClosedError, DeviceError, OrderError, PeerTimeout
 from cuep.events import Event
-from cuep.launching import CombineCall, address, check_takes
+from cuep.handle_arguments import TOPK_DTYPES, check_contiguous, check_dispatch, combine_call, token_count
+from cuep.launching import CombineCall, address
+from cuep.received import Received
 from cuep.status import ROUTE, Refusal
 
 if TYPE_CHECKING:
     from cuep.group import Group
 
-_TOPK_DTYPES = ("int32", "int64")
 _NOTHING_SENT = (OrderError, ClosedError, PeerTimeout, DeviceError)  # no refusals: the peers do not wait for this rank
-_MAX_BIASES = 2
-
-
-@dataclass(frozen=True)
-class Received:
-    """What a rank received; arrays of x's framework that belong to the handle and keep their addresses.
-
-    They hold until the handle's next dispatch or release() (tokens and scales of a handle that receives in place: as
-    GroupConfig.in_place says), and are complete in stream order (after a send_only
-    dispatch: of complete()). L local experts, N ranks, B max_tokens_per_rank, K num_topk, H hidden, R rows
-    (max_recv_tokens_per_rank, or the most that can come). What a layout does not have is None. Rows beyond the counts
-    are unspecified: never read them.
-
-    Attributes:
-        tokens: ll expert_major [L, N*B, H], the first expert_counts[l] rows of each, by source rank, token, k; ll
-            rank_major [N, B, H], the first src_rank_counts[n] rows of each, by token; ht flat [R, H], the first total
-            rows, by source rank, token; ht expert_major [R, H], expert_counts[l] rows from expert_offsets[l] on, by
-            source rank, token, k.
-        scales: with GroupConfig.quant, those of each row in the order of tokens: [..., S], S one for each 128 values
-            or scales_per_row; float32, uint8 exponents e of 2**(e - 127) (ue8m0; packed by four in int32 where they lie
-            by columns), or as the caller's. tokens are float8_e4m3fn then, or of the caller's dtype; bytes (uint8) from
-            CuPy, Numba, and JAX on a GPU.
-        expert_counts: int32 [L], rows of each local expert (rank_major and flat: (row, k) pairs).
-        expert_offsets: int32 [L+1], first row of each expert's zone in tokens.reshape(-1, H) (expert_major).
-        src_rank_counts: int32, rows from each source rank: [L, N] (expert_major) or [N].
-        source: int32, where every row comes from: (rank, token, k) [..., 3] (expert_major) or (rank, token) [..., 2].
-        topk_idx: int32 [N, B, K] or [R, K] (rank_major, flat): expert of every (row, k), numbered as
-            GroupConfig.expert_ids says, or -1 where it is not this rank's, and in all rows beyond the counts.
-        topk_weights: float32; rank_major and flat: the shape of topk_idx, 0 where that is -1; ht expert_major: [R], the
-            weight of every row. None if the handle has no weights.
-        total: int32 [1], rows that came or, with overflow="drop", would have come.
-        event: Handle.event of the handle that received it.
-        lease: keeps a receive buffer (ht) from other handles as long as someone holds this Received, or its handle
-            lives: an array of it alone does not.
-    """
-
-    tokens: Any
-    expert_counts: Any
-    src_rank_counts: Any
-    source: Any
-    total: Any
-    expert_offsets: Any = None
-    topk_idx: Any = None
-    topk_weights: Any = None
-    scales: Any = None
-    lease: Any = field(default=None, repr=False)
-    handle: Any = field(default=None, repr=False, compare=False)  # a weak reference
-
-    @property
-    def event(self) -> Event:
-        handle = self.handle()
-        if handle is None:
-            raise ClosedError("event: the handle that received this is gone")
-        event: Event = handle.event
-        return event
-
-    def release(self) -> None:
-        """Say that the rows have been read, in stream order: ht gives the receive buffer to the next handle that needs
-        one, and this handle takes one again at its next dispatch. combine works all the same. Local; twice is fine.
-        """
-        if self.lease is not None:
-            self.lease.give_back()
 
 
 class Stage(enum.Enum):
@@ -119,7 +57,7 @@ class Handle:
         self.topk_weights: arrays.View | None = None
         self.has_weights = False
         self.is_closed = False
-        self._group = group
+        self.group = group
         self._stage = Stage.UNROUTED
         self._is_fresh = True  # its state on the device is still to be cleared
         self._newest = 0  # ticket of the newest launch on this handle
@@ -141,14 +79,14 @@ class Handle:
         if self.is_in_place:
             self.arrays |= group.in_place_arrays(self)
         self.addresses = {name: address(array) for name, array in self.arrays.items()}
-        self._y_view: Any = arrays.view(self.arrays["y"], "y", backend)
+        self.y_view: Any = arrays.view(self.arrays["y"], "y", backend)
         with backend.active():
             self.state: Any = group.mode.attach(self)  # the mode's own; None once closed
 
     def route(
         self, call: str, topk_idx: Any, topk_weights: Any, num_tokens: Any, previous_event: Any, stream: Any
     ) -> None:
-        group = self._group
+        group = self.group
         with group.lock:
             chosen = group.begin()
             self._check_open()
@@ -227,7 +165,7 @@ class Handle:
             OrderError: the handle has no routing, an operation of it is pending, or too many are. Nothing is sent.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
-        group = self._group
+        group = self.group
         with group.lock:
             chosen = group.begin()
             self._check_open()
@@ -246,7 +184,7 @@ class Handle:
                     view = group.view(x, "x")
                     factors = None if scales is None else group.view(scales, "scales")
                     into = None if out is None else group.view(out, "out", is_written=True)
-                    self._check_dispatch(view, factors, into)
+                    check_dispatch(self, view, factors, into)
             except _NOTHING_SENT:
                 raise
             except Exception:  # also what an array's own library raises
@@ -315,7 +253,7 @@ class Handle:
                 sent.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
-        group = self._group
+        group = self.group
         with group.lock:
             chosen = group.begin()
             self._check_open()
@@ -332,7 +270,7 @@ class Handle:
                     self._plain_calls.pop("combine", None)
                     view = group.view(expert_out, "expert_out")
                     group.mode.check_expert_out(self, view)
-                    call = self._combine_call(view, topk_weights, bias, row_weight_grads, out)
+                    call = combine_call(self, view, topk_weights, bias, row_weight_grads, out)
             except _NOTHING_SENT:
                 raise
             except Exception:  # also what an array's own library raises
@@ -367,7 +305,7 @@ class Handle:
                 none; it stays pending.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
-        group = self._group
+        group = self.group
         with group.lock:
             group.begin()
             self._check_open()
@@ -395,16 +333,16 @@ class Handle:
         Raises:
             ClosedError: the handle is closed.
         """
-        with self._group.lock:
+        with self.group.lock:
             self._check_open()
-            event = self._event or Event(self._group.world.backend, self._stream.record())
+            event = self._event or Event(self.group.world.backend, self._stream.record())
             self._event = None if self._stream.is_capturing() else event
             return event
 
     def _leave(self, chosen: Stream) -> None:
         """After an operation was launched on `chosen`."""
         self._stream, self._event = chosen, None
-        self._group.leave(chosen)
+        self.group.leave(chosen)
 
     def combine_buffer(self, *, stream: Any = None) -> Any:
         """An array of the handle's for the experts to write, of the shape and dtype that combine takes.
@@ -419,7 +357,7 @@ class Handle:
         Raises:
             OrderError: first use inside a capture. MemoryError: no room for it.
         """
-        group, cfg = self._group, self._group.cfg
+        group, cfg = self.group, self.group.cfg
         with group.lock:
             group.begin()
             self._check_open()
@@ -442,7 +380,7 @@ class Handle:
         Raises:
             OrderError: too early, or inside a capture. Otherwise as Group.check.
         """
-        cfg = self._group.cfg
+        cfg = self.group.cfg
         has_zones = cfg.mode == "ht" and cfg.layout == "expert_major"
         rows = int(self._read_counts("num_recv_tokens", "expert_offsets" if has_zones else "total")[-1])
         return rows if cfg.max_recv_tokens_per_rank is None else min(rows, cfg.max_recv_tokens_per_rank)
@@ -452,14 +390,14 @@ class Handle:
         return self._read_counts("host_counts", "expert_counts")
 
     def _read_counts(self, call: str, name: str) -> npt.NDArray[np.int32]:
-        with self._group.finished(call):
+        with self.group.finished(call):
             self._check_open()
-            needed = (Stage.ROUTED, Stage.DISPATCHED, Stage.COMBINED)[0 if self._group.cfg.mode == "ht" else 1 :]
+            needed = (Stage.ROUTED, Stage.DISPATCHED, Stage.COMBINED)[0 if self.group.cfg.mode == "ht" else 1 :]
             if self._stage not in needed:
                 raise OrderError(f"{call}: this handle {self._stage.value}")
             if self.pending == "dispatch":
                 raise OrderError(f"{call}: the dispatch of this handle is pending; complete() it first")
-            return self._group.world.backend.to_numpy(self.arrays[name])
+            return self.group.world.backend.to_numpy(self.arrays[name])
 
     def was_refused(self, refusal: Refusal) -> None:
         """The group learnt that an operation on this handle did nothing."""
@@ -470,7 +408,7 @@ class Handle:
 
     def forget_routing(self, stream: Any) -> None:
         """The group starts anew: what was under way is not any more. Enqueues on `stream`, outside captures."""
-        self._group.world.backend.clear(self.arrays["state"], stream)
+        self.group.world.backend.clear(self.arrays["state"], stream)
         self._stage = Stage.UNROUTED
         self._is_fresh = False
         self._newest = 0
@@ -479,28 +417,28 @@ class Handle:
 
     def close(self) -> None:
         """Give back what the handle holds. Local; twice is fine. OrderError: an operation of it is pending."""
-        with self._group.lock:
+        with self.group.lock:
             if not self.is_closed:
-                if not self._group.is_closed:
+                if not self.group.is_closed:
                     self._check_not_pending("close")
                 self.is_closed = True
-                self._group.mode.detach(self)
-                self.arrays, self._y_view = {}, None
+                self.group.mode.detach(self)
+                self.arrays, self.y_view = {}, None
                 self._exports = {}
                 self._plain_calls = {}
                 self._end_pending()
 
     def _take_routing(self, topk_idx: Any, topk_weights: Any, num_tokens: Any) -> None:
-        group, cfg = self._group, self._group.cfg
+        group, cfg = self.group, self.group.cfg
         idx = group.view(topk_idx, "topk_idx")
-        arrays.check_matrix(idx, "topk_idx", None, cfg.num_topk, _TOPK_DTYPES, cfg.max_tokens_per_rank)
-        _check_contiguous(idx, "topk_idx")
+        arrays.check_matrix(idx, "topk_idx", None, cfg.num_topk, TOPK_DTYPES, cfg.max_tokens_per_rank)
+        check_contiguous(idx, "topk_idx")
         weights = None
         if topk_weights is not None:
             weights = group.view(topk_weights, "topk_weights")
             arrays.check_matrix(weights, "topk_weights", idx.shape[0], cfg.num_topk, ("float32",))
-            _check_contiguous(weights, "topk_weights")
-        count = _token_count(num_tokens, idx.shape[0], group)
+            check_contiguous(weights, "topk_weights")
+        count = token_count(num_tokens, idx.shape[0], group)
         self.num_rows = idx.shape[0]
         self.num_tokens = count if isinstance(count, int) else self.num_rows
         self.count, self.has_device_count = (None, False) if isinstance(count, int) else (count, True)
@@ -517,127 +455,18 @@ class Handle:
     def _remember(self, operation: str, given: tuple[Any, ...] | None) -> None:
         """For _repeater. given: the call's arrays, None if it had options."""
         seen = None if given is None else self._signature(given)
-        repeater = None if seen is None else self._group.mode.repeater(operation, self)
+        repeater = None if seen is None else self.group.mode.repeater(operation, self)
         self._plain_calls[operation] = None if repeater is None else (seen, repeater)
 
     def _signature(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        backend = self._group.world.backend
+        backend = self.group.world.backend
         signatures = tuple(arrays.signature(array, backend) for array in given)
         return None if None in signatures else signatures
-
-    def _check_dispatch(self, x: arrays.View, scales: arrays.View | None, out: arrays.View | None) -> None:
-        group, cfg = self._group, self._group.cfg
-        arrays.check_matrix(x, "x", self.num_rows, cfg.columns, arrays.allowed_dtypes(cfg.dtype))
-        arrays.check_rows(x, "x", cfg.row_bytes)
-        if cfg.num_scales and (cfg.scale_layout == "column_major" or self.is_in_place or cfg.mode == "ht"):
-            what = f"mode={cfg.mode!r}, quant={cfg.quant!r} with rows and scales in one place or by columns"
-            arrays.check_takes_strides(x, "x", group.world.backend, what)
-        group.mode.prepare_dispatch(self, out)
-        self._check_scales(scales, out)
-        if out is not None:
-            arrays.check_apart(x, "x", arrays.rows_of(out), "out, which dispatch writes")
-        own = "this handle's own Received.tokens, which its dispatch writes"
-        arrays.check_apart(x, "x", self.state.recv_rows, own)
-        if out is not None:
-            for rows in self._rows_of_peers():
-                arrays.check_apart(x, "x", rows, own)
-                is_same = rows[0] == out.address and rows[2] == arrays.rows_of(out)[2]
-                if not is_same:
-                    arrays.check_disjoint(out, "out", arrays.extent(rows), own)
-
-    def _rows_of_peers(self) -> list[arrays.Rows]:
-        """Memory of this handle that peers write, also with out=."""
-        if self._group.cfg.mode == "ht":
-            rows: arrays.Rows = self.state.recv_rows
-            return [rows]
-        if not self.is_in_place:
-            return []
-        begin, num_rows, stride, _ = arrays.rows_of(arrays.view(self.arrays["tokens"], "", self._group.world.backend))
-        return [(begin, num_rows, stride, stride)]
-
-    def _check_scales(self, scales: arrays.View | None, out: arrays.View | None) -> None:
-        cfg = self._group.cfg
-        columns = cfg.scale_columns if cfg.quant == "forward" else 0
-        if (scales is not None) != (columns > 0):
-            allowed = f"[{self.num_rows}, {columns}] {cfg.scale_dtype}" if columns else "None"
-            given = "None" if scales is None else f"an array {list(scales.shape)}"
-            raise ArgumentError(f"scales: got {given}, allowed with quant={cfg.quant!r}: {allowed}")
-        if scales is None:
-            return
-        dtypes = arrays.allowed_dtypes(cfg.scale_dtype, cfg.scale_format)
-        arrays.check_matrix(scales, "scales", self.num_rows, columns, dtypes)
-        if any(place % cfg.scale_bytes for place in (scales.address, *scales.strides)):
-            raise ArgumentError(
-                f"scales must be aligned to their elements, got address {scales.address:#x}, strides {scales.strides}"
-            )
-        for name in ("tokens", "scales", "out_scales"):
-            if name in self.arrays:
-                own = arrays.view(self.arrays[name], name, self._group.world.backend)
-                what = f"this handle's own Received.{name.removeprefix('out_')}, which its dispatch writes"
-                arrays.check_disjoint(scales, "scales", arrays.span(own), what)
-        for rows in self._rows_of_peers():
-            own_rows = "this handle's own receive buffer, which its dispatch writes"
-            arrays.check_disjoint(scales, "scales", arrays.extent(rows), own_rows)
-        if out is not None:
-            arrays.check_disjoint(scales, "scales", arrays.span(out), "out, which dispatch writes")
-
-    def _combine_call(
-        self, expert_out: arrays.View, topk_weights: Any, bias: Any, row_weight_grads: Any, out: Any
-    ) -> CombineCall:
-        """The arguments of combine, checked; expert_out has been."""
-        group, cfg = self._group, self._group.cfg
-        weights = None
-        if not isinstance(topk_weights, str) and topk_weights is not None:
-            if cfg.reduce != "exact":
-                raise ArgumentError(
-                    f"topk_weights: an array is allowed with reduce='exact' only, not with reduce={cfg.reduce!r},"
-                    f" layout={cfg.layout!r}; allowed: 'handle', None"
-                )
-            weights = group.view(topk_weights, "topk_weights")
-            arrays.check_matrix(weights, "topk_weights", self.num_rows, cfg.num_topk, ("float32",))
-            _check_contiguous(weights, "topk_weights")
-        elif topk_weights not in ("handle", None):
-            raise ArgumentError(f"topk_weights={topk_weights!r} is not allowed; allowed: 'handle', None or an array")
-        given = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-        if len(given) > _MAX_BIASES:
-            raise ArgumentError(f"bias: got a tuple of {len(given)} arrays, allowed: at most {_MAX_BIASES}")
-        names = [f"bias[{i}]" if isinstance(bias, tuple) else "bias" for i in range(len(given))]
-        biases = tuple(self._check_output_like(array, name) for array, name in zip(given, names, strict=True))
-        grads = None
-        if row_weight_grads is not None:
-            grads = group.view(row_weight_grads, "row_weight_grads")
-            shape = group.mode.row_weight_grads_shape(self)
-            arrays.check_shape(grads, "row_weight_grads", shape, ("float32",))
-            _check_contiguous(grads, "row_weight_grads")
-        check_takes(self.state.combine, "combine", bias=bool(given), row_weight_grads=grads is not None)
-        y = self._y_view if out is None else self._check_output_like(out, "out", is_written=True)
-        written, what = arrays.rows_of(y), "out" if out is not None else "this handle's own y"
-        for name, read in (("expert_out", expert_out), ("topk_weights", weights), ("row_weight_grads", grads)):
-            if read is not None:
-                arrays.check_apart(read, name, written, f"{what}, which combine writes")
-        if self.is_in_place:
-            theirs = "this handle's own Received.tokens, which peers write from its combine on"
-            for name, view in (("out", y), *zip(names, biases, strict=True)):
-                for rows in self._rows_of_peers():
-                    arrays.check_disjoint(view, name, arrays.extent(rows), theirs)
-        for name, bias_view in zip(names, biases, strict=True):
-            own = arrays.rows_of(bias_view)
-            if (own[0], own[2]) != (written[0], written[2]):  # row by row, y may be written over its bias
-                arrays.check_apart(bias_view, name, written, f"{what}, which combine writes")
-        return CombineCall(expert_out, y, weights, topk_weights is not None, biases, grads)
-
-    def _check_output_like(self, array: Any, name: str, *, is_written: bool = False) -> arrays.View:
-        """bias and out have the shape of y."""
-        cfg = self._group.cfg
-        view = self._group.view(array, name, is_written=is_written)
-        arrays.check_matrix(view, name, self.num_rows, cfg.hidden, (str(cfg.combine_dtype),))
-        arrays.check_rows(view, name, cfg.combine_row_bytes)
-        return view
 
     def _check_send_only(self, send_only: Any) -> None:
         if not isinstance(send_only, (bool, np.bool_)):
             raise ArgumentTypeError(f"send_only: got {type(send_only).__name__}, allowed: True or False")
-        if send_only and self._group.cfg.mode != "ll":
+        if send_only and self.group.cfg.mode != "ll":
             raise ArgumentError("send_only=True is not allowed with mode='ht'; allowed: False")
 
     def _begin_pending(
@@ -661,7 +490,7 @@ class Handle:
         key = ("recv", framework, self.has_weights)
         kept: Received | None = self._exports.get(key)
         if out is not None or kept is None or kept.lease is not self.state.lease:
-            group = self._group
+            group = self.group
             fields = group.mode.received(self)
             exported = {k: group.export(v, framework) for k, v in fields.items() if k != "tokens"}
             if out is not None:
@@ -680,7 +509,7 @@ class Handle:
         key = (name, framework, self.num_rows)
         exported = self._exports.get(key)
         if exported is None:
-            exported = self._group.export(self.arrays[name][: self.num_rows], framework)
+            exported = self.group.export(self.arrays[name][: self.num_rows], framework)
             if arrays.is_ordered(framework):
                 self._exports[key] = exported
         return exported
@@ -688,30 +517,3 @@ class Handle:
     def _check_open(self) -> None:
         if self.is_closed:
             raise ClosedError("this handle is closed")
-
-
-def _check_contiguous(view: arrays.View, name: str) -> None:
-    if not view.is_contiguous:
-        raise ArgumentError(f"{name} must be C-contiguous, got strides {view.strides} bytes")
-    if view.address % np.dtype(view.dtype).itemsize:
-        raise ArgumentError(f"{name} must be aligned to its elements, got address {view.address:#x}")
-
-
-def _token_count(num_tokens: Any, num_rows: int, group: Group) -> int | arrays.View:
-    """num_tokens as a number of the host's, or as a view of one element on the device."""
-    if num_tokens is None:
-        return num_rows
-    if isinstance(num_tokens, (int, np.integer)) and not isinstance(num_tokens, bool):
-        if not 0 <= num_tokens <= num_rows:
-            raise ArgumentError(
-                f"num_tokens={num_tokens} is not allowed; allowed: 0 to {num_rows}, the rows of topk_idx"
-            )
-        return int(num_tokens)
-    view = group.view(num_tokens, "num_tokens")
-    if view.dtype not in _TOPK_DTYPES:
-        raise ArgumentTypeError(f"num_tokens has dtype {view.dtype}, allowed: {', '.join(_TOPK_DTYPES)}")
-    if view.address % np.dtype(view.dtype).itemsize:
-        raise ArgumentError(f"num_tokens must be aligned to its element, got address {view.address:#x}")
-    if any(size != 1 for size in view.shape):
-        raise ArgumentError(f"num_tokens has shape {list(view.shape)}, allowed: a number, or an array of one element")
-    return view
