@@ -87,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--combine-quant", help="logfmt10 or fp8_block128: how combine's rows travel (ll; default: as is)"
     )
+    bench.add_argument(
+        "--with-out", action="store_true", help="dispatch puts rows into an array of the caller's (default: cuep's own)"
+    )
     bench.add_argument("--alignment", type=_count, default=1, help="of zones, ht expert_major (%(default)s)")
     bench.add_argument("--zero-padding", action="store_true", help="dispatch zeroes the padding of zones")
     bench.add_argument("--num-sms", type=_count, help="blocks a kernel may use (default: cuep's choice)")
@@ -218,6 +221,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
         zero_padding=options.zero_padding,
         num_sms=options.num_sms,
         routing=options.routing,
+        with_out=options.with_out,
         staged=options.staged,
         groups=options.groups,
         overlap=options.overlap,

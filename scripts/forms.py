@@ -1,8 +1,8 @@
 """One small checked benchmark of each form named, in one process: what compute-sanitizer watches in gpu_check.py.
 
 mpirun -n 2 python -m mpi4py scripts/forms.py ll ll:layout=rank_major ht:layout=expert_major:alignment=4
-(mode[:setting=value...], as cuep.bench.workload.Options has them; ll with few tokens and with more, as these are
-different kernels)
+(mode[:setting=value...], as cuep.bench.workload.Options has them, 1 for True; ll with few tokens and with more, as
+these are different kernels)
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def options_of(form: str, tokens: int) -> Options:
     given: dict[str, Any] = {
         name: int(value) if value.isdigit() else value for name, value in (text.split("=") for text in settings)
     }
+    given |= {name: bool(given[name]) for name in ("zero_padding", "with_out") if name in given}
     hidden = 384 if "quant" in form else 264
     return Options(mode, tokens=tokens, hidden=hidden, experts=8, topk=3, check=True, iterations=1, **given)
 

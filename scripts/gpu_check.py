@@ -36,6 +36,7 @@ OTHER_BENCHES = (
     ("ll", 128, ("--combine-quant", "fp8_block128", "--staged")),
     ("ll", 128, ("--reduce", "per_rank", "--quant", "fp8_block128")),
     ("ht", HT_TOKENS, ("--layout", "expert_major", "--alignment", "128")),
+    ("ht", HT_TOKENS, ("--quant", "fp8_block128", "--with-out")),
 )
 QUICK_SANITIZER = (("memcheck", "ll"), ("synccheck", "ht"))  # memcheck takes half a minute
 # as scripts/forms.py names them; all of a mode in one process, as the start takes longest
@@ -45,7 +46,7 @@ SANITIZED = {
         "ll:layout=rank_major:quant=fp8_block128:in_place=1",
         "ll:reduce=per_rank:quant=fp8_block128:combine_quant=logfmt10",
     ),
-    "ht": ("ht", "ht:layout=expert_major:alignment=4", "ht:quant=fp8_block128"),
+    "ht": ("ht:with_out=1", "ht:layout=expert_major:alignment=4:zero_padding=1", "ht:quant=fp8_block128", "ht"),
 }
 NUM_RACECHECKED = 2  # forms of a mode: it is the slowest of the tools
 # Kernels of many shapes take their time to compile: these files run on two ranks only, the others on the most.
@@ -186,7 +187,7 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
     run_startup(runner, most)
     for tokens in QUICK_LL_TOKENS if quick else LL_TOKENS:
         run_bench(runner, most, "ll", tokens)
-    run_bench(runner, most, "ht", HT_TOKENS)
+    run_bench(runner, most, "ht", HT_TOKENS, "--floor")
     for mode, tokens, extra in OTHER_BENCHES:
         run_bench(runner, most, mode, tokens, *extra)
 
@@ -352,6 +353,7 @@ def show(results: Results, out: Path) -> None:
     ]
     for record in results.bench:
         form = f"{record['mode']} {record['layout']} {record['reduce']}"
+        form += "" if record["variant"] == "default" else f" ({record['variant']})"
         what = f"{form} {record['op']}, {record['tokens']} tokens, {record['ranks']} ranks"
         checked = "" if record["checked"] else "  NOT RIGHT"
         rows.append(["bench", what, f"{record['us_median']:.1f} us  {record['gb_per_s']} GB/s{checked}"])

@@ -40,9 +40,12 @@ class Batch:
         self._scales = None if scales is None else backend.asarray(scales)
         backend.synchronize()  # the arrays were filled on another stream
         self._handle = group.create_handle(self._topk_idx, self._topk_weights, stream=stream)
+        self._out: Any = None
         self._received: Any = self._handle.dispatch(self._x, self._scales, stream=stream)
         backend.stream(stream).synchronize()
         self._answers = experts.answers(world, options, self._received)
+        if options.with_out:
+            self._out = backend.empty(self._received.tokens.shape, self._received.tokens.dtype)
         backend.synchronize()
         self._combined: Any = None
 
@@ -50,7 +53,7 @@ class Batch:
         self._handle.update(self._topk_idx, self._topk_weights, stream=self.stream)
 
     def dispatch(self) -> None:
-        self._received = self._handle.dispatch(self._x, self._scales, stream=self.stream)
+        self._received = self._handle.dispatch(self._x, self._scales, out=self._out, stream=self.stream)
 
     def answer_again(self) -> None:
         """Rows always lie in the same order."""
@@ -59,7 +62,7 @@ class Batch:
         self._combined = self._handle.combine(self._answers, stream=self.stream)
 
     def send(self) -> None:
-        self._handle.dispatch(self._x, self._scales, send_only=True, stream=self.stream)
+        self._handle.dispatch(self._x, self._scales, out=self._out, send_only=True, stream=self.stream)
 
     def receive(self) -> None:
         self._received = self._handle.complete(self.stream)

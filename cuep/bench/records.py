@@ -53,6 +53,7 @@ def record(
         "scale_format": options.scale_format if options.quant else None,
         "combine_quant": options.combine_quant,
         "in_place": options.in_place,
+        "with_out": options.with_out,
         "num_sms": options.num_sms,
         "gemm": case.gemm,
         "graph": options.graph,

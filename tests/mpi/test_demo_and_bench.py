@@ -101,6 +101,14 @@ def test_staged_calls_two_groups_and_pipelines_equal_the_oracle(world, form):
     assert all(record["routing"] == "skewed" and record["peer"] is None for record in records)
 
 
+@pytest.mark.parametrize("form", [{"mode": "ll"}, {"mode": "ht"}, {"mode": "ht", "quant": "fp8_block128"}])
+def test_bench_into_the_callers_array(world, form):
+    settings = Options(tokens=7, hidden=384, experts=8, topk=3, with_out=True, check=True, iterations=1, **form)
+    records, wrong = runner.run(world, settings)
+    assert wrong == []
+    assert all(record["with_out"] and record["checked"] for record in records)
+
+
 @pytest.mark.parametrize("mode", ["ll", "ht"])
 @pytest.mark.parametrize("form", [{}, {"layout": "expert_major", "scale_format": "ue8m0", "dtype": "float32"}])
 def test_bench_sends_rows_that_were_quantised_before(world, mode, form):
