@@ -494,9 +494,9 @@ class Handle:
             fields = group.mode.received(self)
             exported = {k: group.export(v, framework) for k, v in fields.items() if k != "tokens"}
             if out is not None:
-                return Received(tokens=out, **exported, handle=weakref.ref(self))
+                return Received(tokens=out, **exported, _handle=weakref.ref(self))
             exported["tokens"] = group.export(fields["tokens"], framework, group.cfg.recv_dtype)
-            kept = Received(**exported, lease=self.state.lease, handle=weakref.ref(self))
+            kept = Received(**exported, lease=self.state.lease, _handle=weakref.ref(self))
             if arrays.is_ordered(framework):
                 self._exports[key] = kept
         return kept

@@ -17,7 +17,7 @@ class Received:
     GroupConfig.in_place says), and are complete in stream order (after a send_only
     dispatch: of complete()). L local experts, N ranks, B max_tokens_per_rank, K num_topk, H hidden, R rows
     (max_recv_tokens_per_rank, or the most that can come). What a layout does not have is None. Rows beyond the counts
-    are unspecified: never read them.
+    are unspecified: never read them (but GroupConfig.zero_padding).
 
     Attributes:
         tokens: ll expert_major [L, N*B, H], the first expert_counts[l] rows of each, by source rank, token, k; ll
@@ -37,7 +37,6 @@ class Received:
         topk_weights: float32; rank_major and flat: the shape of topk_idx, 0 where that is -1; ht expert_major: [R], the
             weight of every row. None if the handle has no weights.
         total: int32 [1], rows that came or, with overflow="drop", would have come.
-        event: Handle.event of the handle that received it.
         lease: keeps a receive buffer (ht) from other handles as long as someone holds this Received, or its handle
             lives: an array of it alone does not.
     """
@@ -52,11 +51,12 @@ class Received:
     topk_weights: Any = None
     scales: Any = None
     lease: Any = field(default=None, repr=False)
-    handle: Any = field(default=None, repr=False, compare=False)  # a weak reference
+    _handle: Any = field(default=None, repr=False, compare=False)  # a weak reference
 
     @property
     def event(self) -> Event:
-        handle = self.handle()
+        """Handle.event of the handle that received this. Raises ClosedError if that is closed or gone."""
+        handle = self._handle()
         if handle is None:
             raise ClosedError("event: the handle that received this is gone")
         event: Event = handle.event
