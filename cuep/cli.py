@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     info = commands.add_parser("info", help="backend, devices, versions, paths, and what is missing")
-    info.add_argument("--json", type=Path, metavar="FILE", help="also write the facts to FILE")
+    info.add_argument("--json", type=_file, metavar="FILE", help="also write the facts to FILE")
     _add_backend(info)
     info.set_defaults(run=_info)
 
@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         "--floor",
         action="store_true",
         help="ht: also time the simplest kernels that move the same rows (push them; pull them and add up), and print"
-        " cuep's time over theirs",
+        " cuep's time over theirs (--check looks at its results, too, but not with --quant)",
     )
     bench.add_argument(
         "--peer",
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--check", action="store_true", help="compare results with the oracle, bit by bit")
     bench.add_argument("--variant", default="default", metavar="A,B", help="kernel variants, side by side")
     bench.add_argument("--iterations", type=_count, default=20, help="samples per figure (%(default)s)")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the records to FILE")
+    bench.add_argument("--json", type=_file, metavar="FILE", help="write the records to FILE")
     _add_backend(bench)
     _add_ranks(bench)
     bench.set_defaults(run=_bench)
@@ -161,6 +161,13 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
+    return path
 
 
 def _info(options: argparse.Namespace) -> int:

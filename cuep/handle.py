@@ -148,9 +148,9 @@ class Handle:
             scales: with quant="forward", and only then: [num_rows, S] of the dtype of Received.scales, in any strides
                 (rows, columns, part of a wider array). S = 0: None. Stays as x does.
             out: where to put Received.tokens instead of memory of the handle: ll the same shape, with one stride for
-                all rows; ht [rows, hidden] with at least the rows of num_recv_tokens(), rows may be strided; no receive
-                buffer is held then. Fewer rows than come: ArgumentError at check() here, PeerRefused there, nothing
-                dispatched.
+                all rows; ht [rows, hidden] with at least the rows of num_recv_tokens(), rows may be strided: the call
+                takes a receive buffer, if the handle holds none, and holds none afterwards (but where it is captured in
+                a graph). Fewer rows than come: ArgumentError at check() here, PeerRefused there, nothing dispatched.
             send_only: (ll) only send; complete() receives. At most num_buffers dispatches may be under way.
             previous_event: an event that the stream first waits for: a cuep.Event, or one of CuPy, torch, Numba or
                 cuda.core, or its handle.
@@ -160,8 +160,8 @@ class Handle:
             Received: what this rank's experts get, complete in stream order (send_only: of complete()).
 
         Raises:
-            ArgumentError, ArgumentTypeError: x, scales, out or stream does not fit, or (ht) other handles hold all
-                receive buffers; nothing is dispatched on any rank, and the next dispatch works.
+            ArgumentError, ArgumentTypeError: x, scales, out, previous_event or stream does not fit, or (ht) other
+                handles hold all receive buffers; nothing is dispatched on any rank, and the next dispatch works.
             OrderError: the handle has no routing, an operation of it is pending, or too many are. Nothing is sent.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
@@ -405,6 +405,7 @@ class Handle:
             self._stage = Stage.UNROUTED
         elif refusal.ticket == self._newest:  # what came after it was an operation again
             self._stage = Stage.ROUTED
+            self.group.mode.undo_dispatch(self, refusal.ticket)
 
     def forget_routing(self, stream: Any) -> None:
         """The group starts anew: what was under way is not any more. Enqueues on `stream`, outside captures."""

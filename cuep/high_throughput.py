@@ -45,7 +45,8 @@ class HandleState:
     combine: FastRecord
     recv_rows: Rows = (0, 0, 0, 0)  # that dispatch writes
     lease: Lease | None = None
-    is_lease_kept: bool = True  # False: only for a dispatch into the caller's own array
+    first_use: int | None = None  # ticket of the first dispatch that was launched with the lease
+    is_captured: bool = False  # each replay of a graph receives into that buffer
     is_out: bool = False  # rows of the newest dispatch are in the caller's own array
 
 
@@ -116,8 +117,8 @@ class HighThroughput:
         self._route.refuse(self._refusal.route, stream)
 
     def prepare_dispatch(self, handle: Handle, out: View | None) -> None:
-        """Take a receive buffer unless the handle has one. It keeps it until Received.release() or close(), or until
-        nobody holds what it received; with `out` only until this dispatch is launched.
+        """Take a receive buffer unless the handle has one. It keeps it until Received.release(), close() or a dispatch
+        with `out`, or until nobody holds what it received.
 
         Raises:
             ArgumentError, ArgumentTypeError: `out` does not fit, or other handles hold all buffers.
@@ -132,12 +133,11 @@ class HighThroughput:
                     f" or drop one, or make the group with num_buffers > {group.cfg.num_buffers}"
                 )
             state.lease = Lease(self._free_buffers)
-            state.is_lease_kept = out is None
+            state.first_use, state.is_captured = None, False
             num_bytes = self._max_rows * group.cfg.sent_row_bytes
             first = group.memory.address + group.arena.offsets["recv_tokens"] + state.lease.buffer * num_bytes
             state.recv_rows = (first, self._max_rows, group.cfg.sent_row_bytes, group.cfg.sent_row_bytes)
             state.dispatch["buffer"] = state.lease.buffer
-        state.is_lease_kept |= out is None
 
     def dispatch(
         self, handle: Handle, x: View, scales: View | None, out: View | None, stream: Stream, *, send_only: bool
@@ -153,8 +153,9 @@ class HighThroughput:
         set_count(record, handle)
         state.is_out = out is not None
         ticket = self._dispatch.launch(record, stream, handle.arrays, x, scales, out)
-        if not state.is_lease_kept:
-            state.is_lease_kept = stream.is_capturing()  # each replay of the graph receives into this buffer
+        state.first_use = ticket if state.first_use is None else state.first_use
+        state.is_captured |= stream.is_capturing()
+        if out is not None and not state.is_captured:
             self._drop_lease(handle)
         return ticket
 
@@ -163,7 +164,13 @@ class HighThroughput:
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
-        self._drop_lease(handle)
+        if handle.state.first_use is None:  # it may have been taken for this very call
+            self._drop_lease(handle)
+
+    def undo_dispatch(self, handle: Handle, ticket: int) -> None:
+        """The dispatch of this ticket did nothing: a buffer that was taken for it holds no rows."""
+        if handle.state.first_use == ticket and not handle.state.is_captured:
+            self._drop_lease(handle)
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         cfg = self._group.cfg
@@ -231,9 +238,9 @@ class HighThroughput:
 
     def _drop_lease(self, handle: Handle) -> None:
         state = handle.state
-        if state.lease is not None and not state.is_lease_kept:
+        if state.lease is not None:
             state.lease.give_back()
-            state.lease, state.recv_rows = None, (0, 0, 0, 0)
+            state.lease, state.recv_rows, state.first_use = None, (0, 0, 0, 0), None
 
     def _records(self, handle: Handle | None) -> HandleState:
         """Params for a handle, or (None) for refusing a call that has no handle."""

@@ -143,6 +143,9 @@ class LowLatency:
             kernel, record = self._combine, handle.state.combine
         return lambda stream, arrays: kernel.launch(record, stream, handle.arrays, *arrays)
 
+    def undo_dispatch(self, handle: Handle, ticket: int) -> None:
+        """The dispatch of this ticket did nothing. There is nothing to give back."""
+
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
 

@@ -56,11 +56,15 @@ class Received:
     @property
     def event(self) -> Event:
         """Handle.event of the handle that received this. Raises ClosedError if that is closed or gone."""
-        handle = self._handle()
+        handle = None if self._handle is None else self._handle()
         if handle is None:
             raise ClosedError("event: the handle that received this is gone")
         event: Event = handle.event
         return event
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: the arrays alone."""
+        return self.__dict__ | {"lease": None, "_handle": None}
 
     def release(self) -> None:
         """Say that the rows have been read, in stream order: ht gives the receive buffer to the next handle that needs

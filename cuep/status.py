@@ -59,7 +59,7 @@ class Refusal:
     rank: int
     handle: int
     ticket: int
-    detail: int  # rows that a rank needs, where there were too many
+    detail: int  # rows that a rank needs, where there were too many, or arrays had fewer
 
     def _short_array(self) -> str:
         return "out" if self.operation == "dispatch" else "expert_out or row_weight_grads"
@@ -74,7 +74,7 @@ class Refusal:
             )
         if self.cause is Cause.TOO_FEW_ROWS:
             return ArgumentError(
-                f"{self.operation}: {self._short_array()} has fewer rows than were received;"
+                f"{self.operation}: {self._short_array()} has fewer rows than the {self.detail} that were received;"
                 f" nothing was {'dispatched' if self.operation == 'dispatch' else 'combined'}"
             )
         if self.cause is Cause.TOKEN_COUNT:

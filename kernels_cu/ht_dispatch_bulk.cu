@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
     if (threadIdx.x == 0) {
         p.state->refused = 0;
         if (refused_by >= 0) {
-            mark_refused(p, Op::kDispatch, refused_by, Cause::kTooFewRows);
+            mark_refused(p, Op::kDispatch, refused_by, Cause::kTooFewRows, num_rows);
         } else {
             p.high_water[p.buffer] = num_rows;
         }

@@ -243,7 +243,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_expand(
     for (int r = tid; r <= kNumRanks; r += kNumThreads) recv_base[r] = p.recv_base[r];
     if (block_any(is_broken(op))) return;
 
-    const bool has_room = p.out == nullptr || p.out_rows >= p.expert_offsets[kNumLocalExperts];
+    const int num_rows = p.expert_offsets[kNumLocalExperts];
+    const bool has_room = p.out == nullptr || p.out_rows >= num_rows;
     const bool is_refused = p.is_refused || !has_room;  // of this rank
     if (!exchange_buffers<kNumRanks>(p, op, is_refused, 0, buffers)) return;
     fence_proxy_async();  // what peers read from their buffers comes before the bulk copies that write them
@@ -264,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_expand(
     if (!is_last_block(op)) return;
     if (tid == 0) {
         p.state->refused = 0;
-        if (refused_by >= 0) mark_refused(p, Op::kDispatch, refused_by, Cause::kTooFewRows);
+        if (refused_by >= 0) mark_refused(p, Op::kDispatch, refused_by, Cause::kTooFewRows, num_rows);
         end_kernel(op);
     }
 }

@@ -81,6 +81,8 @@ def test_bench_writes_records_with_exactly_these_keys(mode, tmp_path):
         ),
         (["bench", "ll", "--topk", "17"], "topk=17 is not allowed; allowed: at most experts=16"),
         (["bench", "ll", "--gemm-columns", "8"], "gemm_columns=8 is not allowed without overlap"),
+        (["bench", "ht", "--backend", "cpu", "--check", "--dtype", "foo"], "dtype='foo' is not allowed"),
+        (["bench", "ll", "--json", "/nonexistent/file"], "must be a file in a folder that exists"),
         (["bench", "ll", "--tokens", "-4"], "must be a whole number of at least 1, got '-4'"),
     ],
 )

@@ -136,7 +136,7 @@ class CpuBackend:
         if isinstance(point, CpuEvent):
             return point
         raise ArgumentTypeError(
-            f"event has type {type(event).__name__}; the cpu backend takes None or a cuep.Event of its own"
+            f"previous_event has type {type(event).__name__}; the cpu backend takes None or a cuep.Event of its own"
         )
 
     def array_dtype(self, dtype: Any) -> np.dtype[Any]:

@@ -55,13 +55,13 @@ def as_event(context: CudaContext, event: Any) -> CudaEvent:
     except (TypeError, ValueError):
         number = None
     is_stream = hasattr(event, "wait_event") or hasattr(event, "__cuda_stream__")
-    if number is None or is_stream or isinstance(event, (bool, float, str)):
+    if number is None or is_stream or isinstance(event, (bool, float, str, bytes)):
         raise ArgumentTypeError(
-            f"event has type {type(event).__name__}; allowed: None, an int handle, or an event of cuep, CuPy, torch,"
-            " Numba or cuda.core"
+            f"previous_event has type {type(event).__name__}; allowed: None, an int handle, or an event of cuep, CuPy,"
+            " torch, Numba or cuda.core"
         )
     if number == 0:
-        raise ArgumentError("the event was never recorded")
+        raise ArgumentError("previous_event was never recorded")
     return CudaEvent(context, number, event)
 
 
@@ -126,7 +126,7 @@ def resolve(context: CudaContext, stream: Any, like: Any) -> tuple[int, Any]:
         return _current(context, like)
     if isinstance(stream, int) and not isinstance(stream, bool):
         return stream, None
-    if isinstance(getattr(stream, "ptr", None), int):  # CuPy
+    if isinstance(getattr(stream, "ptr", None), int) and hasattr(stream, "wait_event"):  # CuPy; its events have no wait
         return stream.ptr, stream
     if isinstance(getattr(stream, "cuda_stream", None), int):  # torch
         return stream.cuda_stream, stream

@@ -27,6 +27,7 @@ def run(world: World, options: Options) -> tuple[list[Record], list[str]]:
         ArgumentError: an unknown variant, or settings that the peer does not have. BackendUnavailable: a package that
         is needed is missing.
     """
+    group_config(options, {}).check_ranks(world.size)
     chosen = [(name, variant_settings(options.mode, name)) for name in options.variants]
     peer = None if options.peer is None else peers.find(options.peer, world, options)
     bench = _Bench(world, options)

@@ -172,7 +172,7 @@ def test_what_is_no_event(world: Any) -> None:
         wrong += [sys.modules["cupy"].cuda.Stream()] if world.backend.name == "cuda" else [7]
         for given in wrong:
             if world.rank == 0:
-                with pytest.raises(cuep.ArgumentTypeError, match="event has type .*"):
+                with pytest.raises(cuep.ArgumentTypeError, match="previous_event has type .*"):
                     handle.dispatch(arrays[2], previous_event=given)
             elif world.backend.name == "cpu":
                 with pytest.raises(cuep.PeerRefused):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -476,6 +477,52 @@ def test_receive_buffers(world: Any, groups: Any, form: str) -> None:
     for handle in handles:
         handle.close()
     group.check()
+
+
+def test_who_holds_a_receive_buffer(world: Any, groups: Any) -> None:
+    """Not a handle whose newest dispatch was into the caller's array, or did nothing and had taken it."""
+    group = groups("flat", num_buffers=1)
+    step = random_step(world, group.cfg, 6, 8)
+    want = Expected(world, group.cfg, step)
+    x = to_device(world, step.x)
+    out = to_device(world, np.zeros((want.max_rows, group.cfg.hidden), layout.dtype_of(group.cfg.dtype)))
+    first, second = (routed(world, group, step) for _ in range(2))
+    first.dispatch(x)
+    want.check_received(first.dispatch(x, out=out))
+    received = second.dispatch(x)
+    want.check_received(received)
+    with pytest.raises(cuep.ArgumentError, match="all 1 receive buffers are held"):
+        first.dispatch(x, out=out)
+    received.release()
+    if world.size > 1:
+        is_bad = world.rank == world.size - 1
+        with pytest.raises(cuep.ArgumentError if is_bad else cuep.PeerRefused):
+            first.dispatch(x[:1] if is_bad else x)
+            group.check()
+        want.check_received(second.dispatch(x))  # not held by the one that was refused
+        with pytest.raises(cuep.ArgumentError if is_bad else cuep.PeerRefused):
+            second.dispatch(x[:1] if is_bad else x)
+            group.check()
+        with pytest.raises(cuep.ArgumentError, match="all 1 receive buffers are held"):
+            first.dispatch(x)  # but by the one that received before
+    first.close()
+    second.close()
+    group.check()
+
+
+def test_received_can_be_pickled(world: Any, groups: Any) -> None:
+    if world.backend.name != "cpu":
+        pytest.skip("GPU arrays are the array library's to pickle")
+    step = random_step(world, groups("flat").cfg, 6, 8)
+    handle = routed(world, groups("flat"), step)
+    recv = handle.dispatch(step.x)
+    copy = pickle.loads(pickle.dumps(recv))
+    reference.assert_same(copy.tokens, recv.tokens, "tokens")
+    copy.release()
+    with pytest.raises(cuep.ClosedError, match="the handle that received this is gone"):
+        _ = copy.event
+    Expected(world, groups("flat").cfg, step).check_received(recv)
+    handle.close()
 
 
 def lopsided(world: Any, cfg: cuep.GroupConfig, num_tokens: int) -> Step:

@@ -222,7 +222,8 @@ struct Home {
         if (!is_last_block(op)) return;
         if (tid < kRanks && tid != p.rank) st_release_sys(done_of(p, tid, p.rank), tagged(op, 0));
         if (tid == 0) {
-            if (verdict.refused_by >= 0) mark_refused(p, Op::kCombine, verdict.refused_by, verdict.own_cause);
+            if (verdict.refused_by >= 0)
+                mark_refused(p, Op::kCombine, verdict.refused_by, verdict.own_cause, num_needed);
             end_kernel(op);
         }
     }

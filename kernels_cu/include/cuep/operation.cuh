@@ -53,7 +53,7 @@ struct Report {
         uint32_t what;  // Op, Cause << 8, rank << 16
         uint32_t handle;
         uint32_t ticket;  // of the launch that did nothing
-        uint32_t detail;  // kOverflow: rows that `rank` would receive
+        uint32_t detail;  // kOverflow: rows that `rank` would receive; kTooFewRows: that this one has received
     } refusals[kRefusalsKept];
 };
 
@@ -267,11 +267,11 @@ CUEP_DEVICE void report_refusal(const Params& p, Op op, Cause cause, uint32_t ra
 
 // One thread, at the end of an operation that some rank refused: nothing works on this handle before its next one.
 template <class Params>
-CUEP_DEVICE void mark_refused(const Params& p, Op op, int rank, Cause own_cause) {
+CUEP_DEVICE void mark_refused(const Params& p, Op op, int rank, Cause own_cause, uint32_t detail = 0) {
     const bool is_own = rank == p.rank && !p.is_refused;
     p.state->refused = 1 + static_cast<uint32_t>(op);
     p.state->refused_by = static_cast<uint32_t>(rank);
-    report_refusal(p, op, is_own ? own_cause : Cause::kCall, p.state->refused_by);
+    report_refusal(p, op, is_own ? own_cause : Cause::kCall, p.state->refused_by, detail);
 }
 
 // Whether an earlier operation on this handle was refused. Then this one is none: no epoch, on any rank. Says so again,
