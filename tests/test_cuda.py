@@ -94,7 +94,8 @@ def test_second_gpu_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a user may pass; each is kept alive, because its handle dies with it."""
     context: Any = types.SimpleNamespace(ordinal=1)
-    cupy_stream = types.SimpleNamespace(ptr=11)
+    cupy_stream = types.SimpleNamespace(ptr=11, wait_event=None)
+    event = types.SimpleNamespace(ptr=14)  # cuep's and CuPy's have an address, too
     torch_stream = types.SimpleNamespace(cuda_stream=12)
 
     class Core:
@@ -106,9 +107,21 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_stream.resolve(context, cupy_stream, None) == (11, cupy_stream)
     assert cuda_stream.resolve(context, torch_stream, None) == (12, torch_stream)
     assert cuda_stream.resolve(context, core, None) == (13, core)
-    for wrong in ("0", 1.0, True, object()):
+    for wrong in ("0", 1.0, True, object(), event):
         with pytest.raises(ArgumentTypeError, match="stream has type"):
             cuda_stream.resolve(context, wrong, None)
+
+    driver = types.SimpleNamespace(CUevent=int)
+    with_driver: Any = types.SimpleNamespace(ordinal=1, driver=driver)
+    torch_event, core_event = types.SimpleNamespace(cuda_event=15), types.SimpleNamespace(handle=16)
+    numba_event = types.SimpleNamespace(handle=ctypes.c_void_p(17))
+    for given, number in ((10, 10), (event, 14), (torch_event, 15), (core_event, 16), (numba_event, 17)):
+        assert cuda_stream.as_event(with_driver, given).handle == number
+    for wrong in ("0", 1.0, True, b"5", object(), cupy_stream, core):
+        with pytest.raises(ArgumentTypeError, match="previous_event has type"):
+            cuda_stream.as_event(with_driver, wrong)
+    with pytest.raises(ArgumentError, match="previous_event was never recorded"):
+        cuda_stream.as_event(with_driver, types.SimpleNamespace(cuda_event=0))
 
     def current(device: int) -> Any:
         return {"cuda_stream": torch_stream, "ptr": cupy_stream}["ptr" if device < 0 else "cuda_stream"]
