@@ -17,6 +17,7 @@ from cuep.launching import (
     CombineCall,
     KernelSpec,
     elem_type,
+    given_address,
     load_kernels,
     sent_row,
     set_combine,
@@ -146,15 +147,14 @@ class HighThroughput:
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
         set_scales(record, scales)
-        # an array without elements has no address, but is one
-        record["out"] = 0 if out is None else out.address or handle.addresses["state"]
+        record["out"] = given_address(out, handle)
         record["out_stride"] = 0 if out is None else out.strides[0]
         record["out_rows"] = 0 if out is None else out.shape[0]
         set_count(record, handle)
         state.is_out = out is not None
         ticket = self._dispatch.launch(record, stream, handle.arrays, x, scales, out)
         state.first_use = ticket if state.first_use is None else state.first_use
-        state.is_captured |= stream.is_capturing()
+        state.is_captured = state.is_captured or stream.is_capturing()
         if out is not None and not state.is_captured:
             self._drop_lease(handle)
         return ticket

@@ -56,6 +56,12 @@ def set_count(record: FastRecord, handle: Handle, callers: View | None = None) -
         record["is_count_int64"] = False
 
 
+def given_address(view: View | None, handle: Handle) -> int:
+    """For kernels, to which 0 says that nothing was given. Arrays without elements may have no address, but are given:
+    any other stands for it."""
+    return 0 if view is None else view.address or handle.addresses["state"]
+
+
 def set_combine(record: FastRecord, handle: Handle, call: CombineCall, row_stride: int) -> None:
     """What every combine kernel is told. row_stride: bytes between the rows of expert_out."""
     record["expert_out"] = call.expert_out.address
@@ -68,7 +74,7 @@ def set_combine(record: FastRecord, handle: Handle, call: CombineCall, row_strid
         "is_weighted": call.is_weighted,
         "bias": _pair([bias.address for bias in call.bias]),
         "bias_stride": _pair([bias.strides[0] for bias in call.bias]),
-        "row_weight_grads": 0 if grads is None else grads.address or handle.addresses["state"],  # even without elements
+        "row_weight_grads": given_address(grads, handle),
         "weight_grads": 0 if grads is None else handle.addresses["weight_grads"],
     }
     for name, value in optional.items():

@@ -24,7 +24,6 @@ struct Params {
     uint8_t* y;           // [num_tokens] rows, y_stride bytes apart
     int64_t y_stride;
     int32_t num_tokens;
-    int32_t rank;
 };
 
 constexpr int kNumThreads = kNumWarps * 32;
@@ -32,9 +31,9 @@ using Rows = Home<kNumRanks, 1, 1, kRowBytes, elem_t, false>;
 CUEP_LAUNCH(kNumThreads, 0)
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) floor_combine_pull(const __grid_constant__ Params p) {
-    const int lane = lane_idx(), step = gridDim.x * kNumWarps;
+    const int step = gridDim.x * kNumWarps;
     for (int t = warp_idx() * gridDim.x + blockIdx.x; t < p.num_tokens; t += step) {
-        const int32_t lane_row = lane < kNumRanks ? p.rows[static_cast<int64_t>(t) * kNumRanks + lane] : -1;
+        const int32_t lane_row = row_of_lane<kNumRanks>(p, t);
         const uint4* terms[kNumRanks];
 #pragma unroll
         for (int r = 0; r < kNumRanks; r++) {

@@ -5,6 +5,7 @@
 #include <cuep/sync.cuh>
 #include <cuep/bulk.cuh>
 #include <cuep/row_pipe.cuh>
+#include <cuep/ht_walk.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kRowBytes = 14336, kNumWarps = 4, kNumStages = 3;
@@ -32,14 +33,15 @@ CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) floor_dispatch_push(const __grid_constant__ Params p) {
     CUEP_DYNAMIC_SMEM(smem);
-    const int lane = lane_idx(), warp = warp_idx();
+    const int warp = warp_idx();
     Pipe pipe(smem, warp, kNumWarps);
+    const TokenWalk share(warp, kNumWarps, p.num_tokens);
     pipe.move(
-        static_cast<int>(warp * gridDim.x + blockIdx.x),
-        static_cast<int>(gridDim.x) * kNumWarps,
-        p.num_tokens,
+        share.t,
+        share.step,
+        share.end,
         [&](int t) { return p.x + t * p.x_stride; },
-        [&](int t) { return lane < kNumRanks ? p.rows[static_cast<int64_t>(t) * kNumRanks + lane] : -1; },
+        [&](int t) { return row_of_lane<kNumRanks>(p, t); },
         [&](int, int32_t rows, const uint8_t* staged) {
 #pragma unroll
             for (int i = 1; i <= kNumRanks; i++) {

@@ -77,7 +77,7 @@ struct Params {
 constexpr int kNumThreads = kNumWarps * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
-using PeerRows = PeerWalk<kNumRanks, (kNumRanks > 1 ? kNumRanks - 1 : 1)>;
+using PeerRows = WalkOfPeers<kNumRanks>;
 static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
@@ -107,23 +107,11 @@ CUEP_DEVICE void store_routing(const Params& p, int t, int dst, int32_t* ids, fl
     if (lane < 2) source[lane] = lane == 0 ? p.rank : t;
 }
 
-// A row into the caller's array: values here, scales to theirs. The whole warp calls.
-CUEP_DEVICE void store_out(const Params& p, int64_t row, const uint8_t* staged) {
-    bulk_store(p.out + row * p.out_stride, staged, kTokenBytes);
-    if constexpr (kHasScales) {
-        copy_scales(p, staged, row);
-        fence_proxy_async_shared();  // lanes have read what is refilled
-    }
-}
-
 // Rows of this rank's tokens, and what belongs to them, to each of their ranks; its own, with `out`, straight there.
 struct Sender {
     const Params& p;
     const uint32_t* buffers;
 
-    CUEP_DEVICE int32_t rows_of(int t) const {
-        return lane_idx() < kNumRanks ? p.rows[static_cast<int64_t>(t) * kNumRanks + lane_idx()] : -1;
-    }
     CUEP_DEVICE bool is_out(int dst) const { return dst == p.rank && p.out != nullptr; }
 
     CUEP_DEVICE void store_rows(int t, int32_t rows, uint8_t* staged) const {
@@ -174,7 +162,7 @@ CUEP_DEVICE void send_rows(const Params& p, const uint32_t* buffers, const Token
         walk.step,
         walk.end,
         [&](int t) { return p.x + t * p.x_stride; },
-        [&](int t) { return sender.rows_of(t); },
+        [&](int t) { return row_of_lane<kNumRanks>(p, t); },
         [&](int t, int32_t rows, uint8_t* staged) { sender.store_rows(t, rows, staged); },
         [&](int t, int32_t rows) { sender.store_routings(t, rows); });
     fence_proxy_async();
@@ -191,12 +179,12 @@ CUEP_DEVICE void send_rows_with_flags(
         first,
         [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
         [&](const TokenWalk& walk, uint8_t* staged) {
-            const int32_t rows = sender.rows_of(walk.t);
+            const int32_t rows = row_of_lane<kNumRanks>(p, walk.t);
             sender.store_rows(walk.t, rows, staged);
             sender.store_routings(walk.t, rows);
         },
         [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_row
-            const int32_t row = sender.rows_of(walk.t);
+            const int32_t row = row_of_lane<kNumRanks>(p, walk.t);
             if (has_flags && row >= 0) st_release_sys(flag_of(p, lane, p.rank, row - base), tagged(op, 0));
         });
 }

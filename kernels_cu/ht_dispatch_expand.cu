@@ -75,7 +75,7 @@ struct Params {
 constexpr int kNumThreads = kNumWarps * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
-using Messages = PeerWalk<kNumRanks, (kNumRanks > 1 ? kNumRanks - 1 : 1)>;  // those of peers
+using Messages = WalkOfPeers<kNumRanks>;
 static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
@@ -85,11 +85,6 @@ CUEP_DEVICE int2* header_of(const Params& p, int dst, int64_t message) {
 
 CUEP_DEVICE uint64_t* flag_of(const Params& p, int dst, int64_t message) {
     return reinterpret_cast<uint64_t*>(p.arena[dst] + p.flags_offset) + message;
-}
-
-// Of a lane: the message of token t at rank lane, or -1.
-CUEP_DEVICE int32_t message_of_lane(const Params& p, int t) {
-    return lane_idx() < kNumRanks ? p.rows[static_cast<int64_t>(t) * kNumRanks + lane_idx()] : -1;
 }
 
 // What combine and the caller need of a message: where its rows are, their weights, and where they come from. Lane k
@@ -109,17 +104,14 @@ CUEP_DEVICE void keep_header(const Params& p, int64_t message, int src, int32_t 
 
 // Bulk stores of a row to the slot of each lane in `to`, here, or in the caller's array. The whole warp calls.
 CUEP_DEVICE void store_here(const Params& p, const uint8_t* staged, int32_t slot, uint32_t to) {
-    const bool is_out = p.out != nullptr;
     for (uint32_t rest = to; rest != 0; rest &= rest - 1) {
         const int64_t row = __shfl_sync(0xffffffffu, slot, __ffs(static_cast<int>(rest)) - 1);
-        if (is_out) {
-            bulk_store(p.out + row * p.out_stride, staged, kTokenBytes);
-            if constexpr (kHasScales) copy_scales(p, staged, row);
+        if (p.out != nullptr) {
+            store_out(p, row, staged);
         } else {
             bulk_store(at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, row, kRowBytes), staged, kRowBytes);
         }
     }
-    if (kHasScales && is_out) fence_proxy_async_shared();  // lanes have read what is refilled
 }
 
 // The row of token t to each of its ranks: here to all its slots, elsewhere to one, with a header. The whole warp
@@ -131,7 +123,7 @@ CUEP_DEVICE void send_token(const Params& p, const uint32_t* buffers, const Toke
     const int32_t id = lane < kNumTopk ? p.ids[at] : -1, slot = id < 0 ? -1 : p.slots[at];
     const int owner = id < 0 ? -1 : id / kNumLocalExperts;
     const float weight = id < 0 ? 0.0f : p.weights[at];
-    const int32_t messages = message_of_lane(p, walk.t);
+    const int32_t messages = row_of_lane<kNumRanks>(p, walk.t);
 #pragma unroll
     for (int i = 1; i <= kNumRanks; i++) {
         const int dst = (p.rank + i) % kNumRanks;
@@ -158,7 +150,7 @@ CUEP_DEVICE void send_rows(const Params& p, const Operation& op, const uint32_t*
         [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
         [&](const TokenWalk& walk, uint8_t* staged) { send_token(p, buffers, walk, staged); },
         [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_message
-            const int32_t message = message_of_lane(p, walk.t);
+            const int32_t message = row_of_lane<kNumRanks>(p, walk.t);
             if (message >= 0 && lane_idx() != p.rank) {
                 st_release_sys(flag_of(p, lane_idx(), message), tagged(op, static_cast<uint32_t>(walk.t)));
             }

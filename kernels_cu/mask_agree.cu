@@ -113,9 +113,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) mask_agree(const __gri
     const Operation op{p.control, p.report, static_cast<uint64_t>(p.timeout_ns), 0, p.ticket, Op::kMask, false};
 
     // kernels of this rank are over: the group is to work again
-    if (tid == 0) {
-        p.control->broken = 0;
-    }
+    if (tid == 0) p.control->broken = 0;
     __syncthreads();
 
     // tell those who are out, then those who are in

@@ -62,7 +62,6 @@ class Floor:
             "row_stride": sizes.row_bytes,
             "rows": address(self._handles[0].arrays["rows"]),
             "num_tokens": options.tokens,
-            "rank": world.rank,
         }
         base = group.memory.address
         self._push = self._launcher(
@@ -73,6 +72,7 @@ class Floor:
                 "rows_offset": address(self._received.tokens) - base,
                 "x": address(self._x),
                 "x_stride": sizes.row_bytes,
+                "rank": world.rank,
             },
         )
         self._pull = self._launcher(

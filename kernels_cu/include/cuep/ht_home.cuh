@@ -132,7 +132,7 @@ struct Home {
     static CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int t, OwnRow own_row, OwnGrad own_grad) {
         const int lane = lane_idx();
         bool is_ok = true;
-        const int32_t lane_row = lane < kRanks ? p.rows[static_cast<int64_t>(t) * kRanks + lane] : -1;
+        const int32_t lane_row = row_of_lane<kRanks>(p, t);
         const int32_t slot = lane < kRanks ? lane_row - p.send_base[lane] : 0;
         if (lane_row >= 0 && (kIsOwnStaged || lane != p.rank)) {
             uint32_t unused = 0;

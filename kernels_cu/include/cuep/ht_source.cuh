@@ -73,4 +73,14 @@ CUEP_DEVICE void copy_scales(const Params& p, const uint8_t* row, int64_t to_row
     }
 }
 
+// A row into the caller's array: values here, scales to theirs. The whole warp calls.
+template <class Params>
+CUEP_DEVICE void store_out(const Params& p, int64_t row, const uint8_t* staged) {
+    bulk_store(p.out + row * p.out_stride, staged, kTokenBytes);
+    if constexpr (kHasScales) {
+        copy_scales(p, staged, row);
+        fence_proxy_async_shared();  // lanes have read what is refilled
+    }
+}
+
 }  // namespace cuep

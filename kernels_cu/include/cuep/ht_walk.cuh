@@ -39,6 +39,16 @@ struct PeerWalk {
     }
 };
 
+// The rows of peers alone.
+template <int kRanks>
+using WalkOfPeers = PeerWalk<kRanks, (kRanks > 1 ? kRanks - 1 : 1)>;
+
+// Of lane r: the row, or message, of token t at rank r, or -1.
+template <int kRanks, class Params>
+CUEP_DEVICE int32_t row_of_lane(const Params& p, int t) {
+    return lane_idx() < kRanks ? p.rows[static_cast<int64_t>(t) * kRanks + lane_idx()] : -1;
+}
+
 // One warp's share of this rank's tokens.
 struct TokenWalk {
     int t, step, end;

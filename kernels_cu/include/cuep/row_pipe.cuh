@@ -30,7 +30,7 @@ struct RowPipe {
 
     template <int kBytes = kRowBytes>
     CUEP_DEVICE void load(int stage, const uint8_t* row) {
-        bulk_load(stage_at(stage), row, kBytes, loaded + stage);
+        load(stage, row, kBytes);
     }
 
     CUEP_DEVICE void load(int stage, const uint8_t* row, uint32_t bytes) {
