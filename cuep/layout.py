@@ -20,7 +20,8 @@ STATE_NUM_TOKENS = 36  # bytes before its num_tokens
 REPORT_BYTES = 172  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 MASK_BYTES = 40  # struct MaskWords of mask.cuh
-PACKET_TOKENS = 16  # max_tokens_per_rank up to which rows travel as packets, by default
+# max_tokens_per_rank up to which rows travel as lines, by default
+LINE_TOKENS = {"dispatch": 128, "combine": 16}
 IN_PLACE = ("tokens", "scales")  # what lies in symmetric memory where rows are received in place
 READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
@@ -65,20 +66,22 @@ def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     local_experts, peers = cfg.num_experts // num_ranks, num_ranks - 1
     rows_home = peers if cfg.reduce == "per_rank" else topk if peers else 0  # of each token
     rows_out = Region(banks * peers * tokens * cfg.sent_row_bytes)
-    has_packets = uses_packets(cfg, "dispatch")
-    if has_packets:  # {k: expert, place, weight}, {token}
-        rows_out = Region(banks * peers * tokens * (packets_bytes(cfg.sent_row_bytes) + (topk + 1) * 16), is_words=True)
+    has_lines = uses_lines(cfg, "dispatch")
+    if has_lines:  # {k: expert, place, weight}, {token}
+        rows_out = Region(banks * peers * tokens * slot_bytes(cfg.sent_row_bytes, topk + 1), is_words=True)
     combine_rows = Region(banks * tokens * rows_home * cfg.combine_sent_row_bytes)
-    if uses_packets(cfg, "combine"):  # {gradient} of the k that the row is for
-        slot_bytes = packets_bytes(cfg.combine_row_bytes) + (topk if cfg.reduce == "per_rank" else 1) * 16
-        combine_rows = Region(banks * tokens * rows_home * slot_bytes, is_words=True)
+    if uses_lines(cfg, "combine"):  # {gradient} of the k that the row is for
+        num_packets = topk if cfg.reduce == "per_rank" else 1
+        combine_rows = Region(
+            banks * tokens * rows_home * slot_bytes(cfg.combine_row_bytes, num_packets), is_words=True
+        )
     optional = {"mask": Region(num_ranks * MASK_BYTES + WORD_BYTES)} if cfg.mask else {}
     if cfg.in_place:
         optional["in_place"] = Region(cfg.in_place * in_place_bytes(cfg, num_ranks))
         optional["dispatch_ready"] = _words(banks, num_ranks)
     return optional | {
         "dispatch_rows": rows_out,
-        "dispatch_headers": Region(0 if has_packets else banks * num_ranks * tokens * topk * 16),
+        "dispatch_headers": Region(0 if has_lines else banks * num_ranks * tokens * topk * 16),
         "dispatch_flags": _words(banks, num_ranks, tokens),
         "dispatch_counts": _words(banks, num_ranks, local_experts),
         "dispatch_totals": _words(banks, num_ranks),
@@ -94,21 +97,29 @@ def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
 def variant(cfg: GroupConfig, op: str) -> str:
     """The kernel of an operation in ll: as GroupConfig.variants says, else the one that is fastest for groups of this
     size (measured: kernels_cu/README.md)."""
-    own = "partial" if op == "combine" and cfg.reduce == "per_rank" else "direct"
-    of_few = {"direct": "packet", "partial": "packet_partial"}
-    takes_packets = not (cfg.combine_quant if op == "combine" else cfg.in_place)
-    is_few = cfg.max_tokens_per_rank <= PACKET_TOKENS and takes_packets
-    return cfg.variants.get(op, of_few[own] if is_few else own)
+    is_partial = op == "combine" and cfg.reduce == "per_rank"
+    takes_lines = not (cfg.combine_quant if op == "combine" else cfg.in_place)
+    if takes_lines and cfg.max_tokens_per_rank <= LINE_TOKENS[op]:
+        own = "line_partial" if is_partial else "line"
+    else:
+        own = "partial" if is_partial else "direct"
+    return cfg.variants.get(op, own)
 
 
-def uses_packets(cfg: GroupConfig, op: str) -> bool:
-    """Whether the slots of an operation hold packets (packet.cuh); of variants made by copying one, the name tells."""
-    return variant(cfg, op).startswith("packet")
+def uses_lines(cfg: GroupConfig, op: str) -> bool:
+    """Whether the slots of an operation hold lines (line.cuh); of variants made by copying one, the name tells."""
+    return variant(cfg, op).startswith("line")
 
 
-def packets_bytes(row_bytes: int) -> int:
-    """Of a row as packets: 12 bytes of it travel in 16."""
-    return -(-row_bytes // 12) * 16
+def num_lines(row_bytes: int) -> int:
+    """Of a row: two lines carry 15 times 16 bytes of it, the first of them 7 times."""
+    pairs, left = divmod(-(-row_bytes // 16), 15)
+    return 2 * pairs + (left > 0) + (left > 7)
+
+
+def slot_bytes(row_bytes: int, num_packets: int) -> int:
+    """A row as lines of 128 bytes, then packets of 16, padded to a line."""
+    return (num_lines(row_bytes) + -(-num_packets // 8)) * 128
 
 
 def _keeps_weights(cfg: GroupConfig) -> bool:

@@ -73,7 +73,7 @@ class LowLatency:
             "elem_t": elem_type(str(cfg.combine_dtype)),
         }
         shape |= {"kHasMask": cfg.mask, "kHasStats": cfg.arrival_stats}
-        forms = {op: {"kIsRankMajor": is_rank_major, "kHasPacketSlots": layout.uses_packets(cfg, op)} for op in _OPS}
+        forms = {op: {"kIsRankMajor": is_rank_major, "kHasLineSlots": layout.uses_lines(cfg, op)} for op in _OPS}
         most_blocks = group.world.backend.num_processors  # more would take turns in waiting
         specs = [
             KernelSpec(
@@ -221,13 +221,13 @@ class LowLatency:
         )
 
     def _tunables(self, op: str, row_bytes: int) -> dict[str, int]:
-        """A thread handles pieces of 16 bytes, or of 12 where they travel as packets."""
+        """A thread handles pieces of 16 bytes, or lanes of lines."""
         cfg, on_cpu = self._group.cfg, self._group.world.backend.name == "cpu"
-        if not layout.uses_packets(cfg, op):
+        if not layout.uses_lines(cfg, op):
             return {} if on_cpu else {"kNumThreads": threads_for(row_bytes // 16)}
         num_blocks = self._group.world.backend.num_processors
         parts = parts_of_rows(cfg, self._group.num_ranks, min(cfg.num_sms or num_blocks, num_blocks))
-        pieces = -(-row_bytes // 12)
+        pieces = 8 * layout.num_lines(row_bytes)
         return {"kParts": parts} | ({} if on_cpu else {"kNumThreads": threads_for(-(-pieces // parts))})
 
     def _expert_offsets(self) -> Any:
@@ -237,12 +237,13 @@ class LowLatency:
 
 
 def parts_of_rows(cfg: GroupConfig, num_ranks: int, num_blocks: int) -> int:
-    """How many blocks share a row that travels as packets: 2, 4 or 8, as many as leave every row that a rank receives
-    blocks of its own; 1 where there are hardly any blocks."""
+    """How many blocks share a row that travels as lines: 8 or 4 where that leaves every row that a rank receives blocks
+    of its own, 2 where it leaves every token such; else, and where there are hardly any blocks, 1."""
     if num_blocks < _LEAST_BLOCKS:
         return 1
-    rows = cfg.max_tokens_per_rank * max(1, num_ranks - 1)
-    return next((parts for parts in (8, 4) if rows * parts <= num_blocks), 2)
+    tokens = cfg.max_tokens_per_rank
+    rows = tokens * max(1, num_ranks - 1)
+    return next((parts for parts, units in ((8, rows), (4, rows), (2, tokens)) if units * parts <= num_blocks), 1)
 
 
 def _check_rows(view: View, name: str, shape: tuple[int, ...], dtype: str) -> None:

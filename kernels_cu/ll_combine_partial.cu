@@ -14,19 +14,19 @@ constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336,
 constexpr bool kIsRankMajor = false;
 constexpr int kCombineCodec = 0, kSentBytes = 14336;  // how rows go home, and what of a slot is theirs
 using elem_t = cuep::bf16_t;
-constexpr bool kHasPacketSlots = false, kHasMask = false, kHasStats = false;
+constexpr bool kHasLineSlots = false, kHasMask = false, kHasStats = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kCombineCodec=0 kSentBytes=528 kIsRankMajor=false elem_t=float kHasPacketSlots=false kHasMask=false kHasStats=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=false kHasStats=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=2 kSentBytes=7392 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=false kHasMask=true kHasStats=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=1536 kCombineCodec=2 kSentBytes=400 kIsRankMajor=false elem_t=float kHasPacketSlots=false kHasMask=false kHasStats=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasLineSlots=false kHasMask=false kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=0 kSentBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasLineSlots=false kHasMask=true kHasStats=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kCombineCodec=0 kSentBytes=528 kIsRankMajor=false elem_t=float kHasLineSlots=false kHasMask=false kHasStats=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 kIsRankMajor=false elem_t=cuep::bf16_t kHasLineSlots=false kHasMask=true kHasStats=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=1 kSentBytes=9408 kIsRankMajor=true elem_t=cuep::bf16_t kHasLineSlots=false kHasMask=false kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kCombineCodec=2 kSentBytes=7392 kIsRankMajor=true elem_t=cuep::bf16_t kHasLineSlots=false kHasMask=true kHasStats=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=1536 kCombineCodec=2 kSentBytes=400 kIsRankMajor=false elem_t=float kHasLineSlots=false kHasMask=false kHasStats=true
 CUEP_TUNABLE(kNumThreads, 448, 64);
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
-constexpr bool kIsPacket = false;
-static_assert(kIsPacket == kHasPacketSlots, "cuep/layout.py lays out slots of packets for variants named packet...");
+constexpr bool kIsLine = false;
+static_assert(kIsLine == kHasLineSlots, "cuep/layout.py lays out slots of lines for variants named line...");
 constexpr int kParts = 1;
 #include <cuep/ll_partial.cuh>
 #include <cuep/ll_home.cuh>

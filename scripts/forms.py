@@ -15,7 +15,7 @@ from cuep import layout
 from cuep.bench import runner
 from cuep.bench.workload import Options
 
-TOKENS = {"ll": (5, layout.PACKET_TOKENS + 1), "ht": (5,)}
+TOKENS = {"ll": (5, layout.LINE_TOKENS + 1), "ht": (5,)}
 
 
 def options_of(form: str, tokens: int) -> Options:

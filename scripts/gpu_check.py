@@ -64,7 +64,7 @@ FEW_TESTS = (
 )
 JOB_TESTS = ("tests/test_jobs.py", "tests/test_death.py", "tests/test_mask.py")  # they start their ranks themselves
 SOME_JOBS = (
-    "sys or (for_longer and ll) or (a_killed_rank and (ht-dispatch or packets-dispatch))"
+    "sys or (for_longer and ll) or (a_killed_rank and (ht-dispatch or lines-dispatch))"
     " or (only_stopped and flags-False)"
 )
 

@@ -198,11 +198,11 @@ def test_sizes() -> None:
         assert saved == 2 * 128 * 8 * (14336 - num_bytes)
 
 
-def test_rows_that_are_encoded_do_not_travel_as_packets() -> None:
+def test_rows_that_are_encoded_do_not_travel_as_lines() -> None:
     config: dict[str, Any] = {
         "mode": "ll", "num_experts": 8, "hidden": 128, "num_topk": 2, "max_tokens_per_rank": 4,
     }  # fmt: skip
     for reduce, name in (("exact", "direct"), ("per_rank", "partial")):
         cfg = cuep.GroupConfig(**config, reduce=reduce, combine_quant="logfmt10")
-        assert layout.variant(cfg, "combine") == name and layout.variant(cfg, "dispatch") == "packet"
-    assert layout.variant(cuep.GroupConfig(**config), "combine") == "packet"
+        assert layout.variant(cfg, "combine") == name and layout.variant(cfg, "dispatch") == "line"
+    assert layout.variant(cuep.GroupConfig(**config), "combine") == "line"

@@ -151,6 +151,6 @@ def test_every_variant_says_what_it_serves() -> None:
     for name, operation in zip(names, operations, strict=True):
         source = (jit.KERNELS_DIR / f"{name}.cu").read_text()
         assert operations.count(operation) == 1 or re.search(r"^// serves: ", source, re.MULTILINE), name
-    assert jit.variants("ll_dispatch", {"layout": "rank_major", "in_place": 0}) == ["direct", "packet"]
+    assert jit.variants("ll_dispatch", {"layout": "rank_major", "in_place": 0}) == ["direct", "line"]
     assert jit.variants("ll_dispatch", {"layout": "rank_major", "in_place": 1}) == ["direct"]
     assert jit.variants("ht_combine", {"layout": "flat", "reduce": "per_rank"}) == ["push"]

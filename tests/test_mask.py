@@ -14,9 +14,9 @@ import pytest
 from process_comm import Job
 from test_death import AMID_S, GOOD_ROUNDS, GRACE_S, NUM_RANKS, START_S, TIMEOUT_S, others, start
 
-# of 10 tokens per rank: packets by default
+# of 10 tokens per rank: lines by default
 FORMS: dict[str, dict[str, Any]] = {
-    "packets": {},
+    "lines": {},
     "flags": {"variants": {"dispatch": "direct", "combine": "direct"}},
     "flags, per_rank": {"variants": {"dispatch": "direct", "combine": "partial"}, "reduce": "per_rank"},
     "encoded": {"combine_quant": "fp8_block128"},

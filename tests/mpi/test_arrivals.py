@@ -14,9 +14,9 @@ import cuep
 
 LATE_S = 0.06
 FORMS: dict[str, dict[str, Any]] = {
-    "packets": {"max_tokens_per_rank": 8},
-    "flags": {},
-    "flags, per_rank": {"reduce": "per_rank"},
+    "lines": {"max_tokens_per_rank": 8},
+    "flags": {"variants": {"dispatch": "direct", "combine": "direct"}},
+    "flags, per_rank": {"reduce": "per_rank", "variants": {"dispatch": "direct", "combine": "partial"}},
 }
 
 

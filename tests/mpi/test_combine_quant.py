@@ -243,10 +243,10 @@ def test_graphs(world: Any, form: str, combine_quant: str) -> None:
 
 @pytest.mark.parametrize("combine_quant", CODECS)
 def test_quantised_both_ways(world: Any, combine_quant: str) -> None:
-    """With dispatch's quant, and few tokens, where dispatch uses packets and combine does not."""
+    """With dispatch's quant, and few tokens, where dispatch uses lines and combine does not."""
     cfg = coded("rank_major", combine_quant, quant="fp8_block128", max_tokens_per_rank=6)
     with cuep.Group(world, cfg) as group:
-        assert layout.uses_packets(cfg, "dispatch") and not layout.uses_packets(cfg, "combine")
+        assert layout.uses_lines(cfg, "dispatch") and not layout.uses_lines(cfg, "combine")
         step = random_step(world, cfg, 2, 5)
         run(world, group, step, Answers(world, cfg, step, 2, ordinary))
 
@@ -278,9 +278,9 @@ def test_a_wrong_codec_is_found(world: Any, monkeypatch: Any) -> None:
         run(world, group, step, Answers(world, group.cfg, step, 3, ordinary))
 
 
-def test_packets_are_refused(world: Any) -> None:
-    """Rows that are encoded do not fit packets; a variant that cannot encode is named, and the next group works."""
-    for form, name in (("exact", "packet"), ("per_rank", "packet_partial")):
+def test_lines_are_refused(world: Any) -> None:
+    """Rows that are encoded do not fit lines; a variant that cannot encode is named, and the next group works."""
+    for form, name in (("exact", "line"), ("per_rank", "line_partial")):
         cfg = coded(form, "logfmt10", variants={"combine": name})
         with pytest.raises(
             cuep.ArgumentError, match=rf"variants\['combine'\]='{name}' is not allowed; .*combine_quant='logfmt10'"

@@ -18,7 +18,7 @@ from cuep.bench.workload import scale as expert_scale
 DIRECT = {"dispatch": "direct"}
 FORMS: dict[str, dict[str, Any]] = {
     "fp32": {"variants": DIRECT},
-    "ue8m0, packets": {"scale_format": "ue8m0", "max_tokens_per_rank": 6},
+    "ue8m0, lines": {"scale_format": "ue8m0", "max_tokens_per_rank": 6},
     "rank_major, bf16, e5m2": {
         "layout": "rank_major",
         "dtype": "float8_e5m2",
@@ -26,7 +26,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "scales_per_row": 5,
         "variants": DIRECT,
     },
-    "rank_major, packets, fp16, int8": {
+    "rank_major, lines, fp16, int8": {
         "layout": "rank_major",
         "dtype": "int8",
         "scale_format": "fp16",
@@ -41,7 +41,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "variants": DIRECT,
     },
     "packed columns": {"scale_format": "ue8m0", "scale_layout": "column_major", "hidden": 640, "variants": DIRECT},
-    "columns, packets, one scale": {
+    "columns, lines, one scale": {
         "scale_layout": "column_major",
         "scales_per_row": 1,
         "hidden": 80,
@@ -152,7 +152,7 @@ def in_columns(scales: np.ndarray, more_rows: int) -> np.ndarray:
     return base.T[: len(scales)]
 
 
-@pytest.mark.parametrize("form", ["fp32", "ue8m0, packets", "rank_major, bf16, e5m2"])
+@pytest.mark.parametrize("form", ["fp32", "ue8m0, lines", "rank_major, bf16, e5m2"])
 def test_strides_of_scales(world: Any, form: str) -> None:
     """B10: row-major, column-major, columns padded to a multiple of 4 rows, part of a wider array."""
     with cuep.Group(world, forward_config(form)) as group:

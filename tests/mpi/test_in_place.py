@@ -166,8 +166,8 @@ def test_settings_that_do_not_fit(world: Any) -> None:
     ):
         with pytest.raises(cuep.ArgumentError, match=match):
             in_place_config(**changes)
-    with pytest.raises(cuep.ArgumentError, match="variants.*packet"):
-        cuep.Group(world, in_place_config(max_tokens_per_rank=4, variants={"dispatch": "packet"}))
+    with pytest.raises(cuep.ArgumentError, match="variants.*line"):
+        cuep.Group(world, in_place_config(max_tokens_per_rank=4, variants={"dispatch": "line"}))
     cfg, plain = in_place_config(in_place=2), in_place_config(in_place=0)
     used, unused = cuep.footprint(cfg, world.size), cuep.footprint(plain, world.size)
     rows = int(np.prod((world.size, 20, cfg.row_bytes)))

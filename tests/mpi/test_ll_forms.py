@@ -17,10 +17,11 @@ from moe import Step, check_combined, check_received, config, expected_y, random
 import cuep
 from cuep import env, layout, reference
 
+FLAGS = {"variants": {"dispatch": "direct", "combine": "partial"}}  # so few tokens would travel as lines
 FORMS: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "per_rank": {"reduce": "per_rank"},
-    "rank_major": {"layout": "rank_major"},
+    "exact": {"variants": {"dispatch": "direct", "combine": "direct"}},
+    "per_rank": {"reduce": "per_rank"} | FLAGS,
+    "rank_major": {"layout": "rank_major"} | FLAGS,
     "exact, float32 home": {"num_experts": 16, "hidden": 264, "num_topk": 5, "combine_dtype": "float32"},
     "per_rank, bfloat16 home": {
         "num_experts": 16,
@@ -41,16 +42,16 @@ FORMS: dict[str, dict[str, Any]] = {
     },
 }
 NUM_SEEDS = max(1, int(os.environ.get("CUEP_TEST_SEEDS", "50")) // 8)
-PACKETS = {"variants": {"dispatch": "packet", "combine": "packet_partial"}}
+LINES = {"variants": {"dispatch": "line", "combine": "line_partial"}}
 FORMS |= {
-    "exact, packets": {"variants": {"dispatch": "packet", "combine": "packet"}},
-    "per_rank, packets": FORMS["per_rank"] | PACKETS,
-    "rank_major, packets": FORMS["rank_major"] | PACKETS,
-    "exact, packets, float32 home": FORMS["exact, float32 home"]
-    | {"variants": {"dispatch": "packet", "combine": "packet"}, "num_sms": 1},
-    "rank_major, packets, float16": FORMS["rank_major, float16"] | PACKETS,
+    "exact, lines": {"variants": {"dispatch": "line", "combine": "line"}},
+    "per_rank, lines": FORMS["per_rank"] | LINES,
+    "rank_major, lines": FORMS["rank_major"] | LINES,
+    "exact, lines, float32 home": FORMS["exact, float32 home"]
+    | {"variants": {"dispatch": "line", "combine": "line"}, "num_sms": 1},
+    "rank_major, lines, float16": FORMS["rank_major, float16"] | LINES,
 }
-PLAIN = ["exact", "per_rank", "rank_major", "exact, packets", "per_rank, packets", "rank_major, packets"]
+PLAIN = ["exact", "per_rank", "rank_major", "exact, lines", "per_rank, lines", "rank_major, lines"]
 
 
 @dataclass(frozen=True)
@@ -502,19 +503,43 @@ PLANTED = [
         {},
     ),
     (
-        "packets of a row are taken as they are",
-        "include/cuep/packet.cuh",
-        "if (!missing.is_any) {",
+        "lines are taken as they are",
+        "include/cuep/line.cuh",
+        "if (!__any_sync(0xffffffffu, missing.is_any)) {",
         "if (true) {",
-        "rank_major, packets",
+        "rank_major, lines",
         {},
     ),
     (
-        "packets of any epoch are taken",
-        "include/cuep/packet.cuh",
-        "if (packet.w != static_cast<uint32_t>(op.epoch)) missing",
-        "if (packet.w <= op.control->ops[1].epoch - 2) missing",
-        "exact, packets",
+        "lines of any epoch are taken",
+        "include/cuep/line.cuh",
+        "if (is_half(piece) && flag != static_cast<uint32_t>(op.epoch)) missing",
+        "if (is_half(piece) && flag <= op.control->ops[1].epoch - 2) missing",
+        "exact, lines",
+        {},
+    ),
+    (
+        "one half of a line's lanes is not waited for",
+        "include/cuep/line.cuh",
+        "if (is_half(piece) && flag",
+        "if (is_upper_half(piece) && flag",
+        "rank_major, lines",
+        {"hidden": 56},
+    ),
+    (
+        "a line's flag may come before its rows",
+        "include/cuep/sync.cuh",
+        "if (has_piece && !is_last) store();\n    __syncwarp();\n    if (has_piece && is_last) store();",
+        "if (has_piece && is_last) store();\n    __syncwarp();\n    if (has_piece && !is_last) store();",
+        "per_rank, lines",
+        {},
+    ),
+    (
+        "a line is looked at before its flag",
+        "include/cuep/sync.cuh",
+        "if (is_last) load();\n    __syncwarp();\n    if (!is_last) load();",
+        "if (!is_last) load();\n    __syncwarp();\n    if (is_last) load();",
+        "exact, lines",
         {},
     ),
 ]
@@ -556,16 +581,11 @@ def staged(world: Any, group: cuep.Group, seed: int) -> str | None:
     return problems[0] if problems else None
 
 
-def _flags(form: str) -> dict[str, Any]:
-    """So few tokens would travel as packets."""
-    return {"variants": {"dispatch": "direct", "combine": "direct" if form.startswith("exact") else "partial"}}
-
-
 def first_failing_seed(world: Any, shuffled: Any, form: str, settings: dict[str, Any]) -> tuple[int, str] | None:
     """The first seed under which a rank sees wrong data or an error; the same answer on every rank."""
     for seed in range(1, SEEDS_TO_FIND + 1):
         shuffled(seed, 3)
-        cfg = config("ll", **({"timeout_s": 1.0, "max_tokens_per_rank": 10} | _flags(form) | FORMS[form] | settings))
+        cfg = config("ll", **({"timeout_s": 1.0, "max_tokens_per_rank": 10} | FORMS[form] | settings))
         group = cuep.Group(world, cfg)
         problem = None
         try:

@@ -22,7 +22,7 @@ NUM_SEEDS = int(os.environ.get("CUEP_TEST_SEEDS", "50"))
 SEEDS_PER_TEST = 10  # so that a hang names its tenth
 ALMOST_WRAPPED = 2**32 - 3
 DIRECT: dict[str, Any] = {"ll": {"variants": {"dispatch": "direct", "combine": "direct"}}, "ht": {}}
-PACKETS: dict[str, Any] = {"variants": {"dispatch": "packet", "combine": "packet"}}
+LINES: dict[str, Any] = {"variants": {"dispatch": "line", "combine": "line"}}
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def random_walk(world: Any, group: cuep.Group, seed: int) -> None:
 @pytest.mark.parametrize("first_seed", range(1, NUM_SEEDS + 1, SEEDS_PER_TEST))
 @pytest.mark.parametrize(
     "mode,settings",
-    [("ll", {}), ("ll", {"num_buffers": 1}), ("ll", PACKETS), ("ll", PACKETS | {"num_buffers": 1}), ("ht", {})],
+    [("ll", {}), ("ll", {"num_buffers": 1}), ("ll", LINES), ("ll", LINES | {"num_buffers": 1}), ("ht", {})],
 )
 def test_shuffled_schedules(
     world: Any, shuffled: Any, monkeypatch: Any, mode: str, settings: dict[str, Any], first_seed: int

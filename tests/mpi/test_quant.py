@@ -21,11 +21,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "exact": {"variants": DIRECT},
     "per_rank, ue8m0": {"reduce": "per_rank", "scale_format": "ue8m0", "variants": DIRECT},
     "rank_major": {"layout": "rank_major", "variants": DIRECT},
-    "exact, packets": {"max_tokens_per_rank": 6},
-    "rank_major, packets, ue8m0": {"layout": "rank_major", "scale_format": "ue8m0", "max_tokens_per_rank": 6},
+    "exact, lines": {"max_tokens_per_rank": 6},
+    "rank_major, lines, ue8m0": {"layout": "rank_major", "scale_format": "ue8m0", "max_tokens_per_rank": 6},
     "float32, three scales": {"dtype": "float32", "hidden": 384, "combine_dtype": "bfloat16"},
     "columns": {"scale_layout": "column_major", "variants": DIRECT},
-    "packed columns, packets": {"scale_layout": "column_major", "scale_format": "ue8m0", "max_tokens_per_rank": 5},
+    "packed columns, lines": {"scale_layout": "column_major", "scale_format": "ue8m0", "max_tokens_per_rank": 5},
     "rank_major, packed columns, five scales": {
         "layout": "rank_major",
         "scale_layout": "column_major",
@@ -33,7 +33,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "hidden": 640,
         "variants": DIRECT,
     },
-    "float16, packets, five scales": {"dtype": "float16", "hidden": 640, "max_tokens_per_rank": 6, "num_topk": 3},
+    "float16, lines, five scales": {"dtype": "float16", "hidden": 640, "max_tokens_per_rank": 6, "num_topk": 3},
 }
 
 
@@ -125,7 +125,7 @@ def test_values_and_scales(world: Any, form: str) -> None:
             run(world, group, step, handle, is_staged=True).close()
 
 
-@pytest.mark.parametrize("form", ["exact", "per_rank, ue8m0", "exact, packets"])
+@pytest.mark.parametrize("form", ["exact", "per_rank, ue8m0", "exact, lines"])
 def test_values_that_are_not_ordinary(world: Any, form: str) -> None:
     """B06, B07, B08: zero blocks, NaN, infinities, tiny and largest values; neighbours are right."""
     with cuep.Group(world, quant_config(form)) as group:
@@ -150,7 +150,7 @@ def test_values_that_are_not_ordinary(world: Any, form: str) -> None:
             assert scales[5, 0] == 1 and (np.abs(values[5, :128].astype(np.float32)) == 448).all()
 
 
-@pytest.mark.parametrize("form", ["exact", "rank_major, packets, ue8m0"])
+@pytest.mark.parametrize("form", ["exact", "rank_major, lines, ue8m0"])
 def test_how_close(world: Any, form: str) -> None:
     """A value of a block is off by at most 2**-4 of itself or, where it is subnormal, 2**-10 of the scale."""
     cfg = quant_config(form)

@@ -17,13 +17,17 @@ constexpr int kNumPeers = kNumRanks - 1;
 constexpr int kRowVecs = kRowBytes / 16;
 static_assert(kNumThreads >= kNumRanks && kNumThreads >= kNumTopk, "one thread for each rank, and for each k");
 
-// A row in pieces, and which of them a thread handles: of 16 bytes or, where rows travel as packets (packet.cuh), of
-// 12, so that a piece fills a packet. Either is held in a uint4. The kParts blocks of a team share a row: with few
-// tokens there are more blocks than rows.
-static_assert(kIsPacket || kParts == 1, "a flag says that the whole row is there, so one block stores it");
-constexpr int kRowWords = kRowBytes / 4;
-constexpr int kNumPieces = kIsPacket ? (kRowWords + 2) / 3 : kRowVecs;
-constexpr int kPiecesPerPart = (kNumPieces + kParts - 1) / kParts;
+// A row in pieces, and which of them a thread handles; a piece is held in a uint4. It has 16 bytes or, where rows
+// travel as lines (line.cuh), what a lane has of a line: 16 bytes, or, each eighth lane, 8, in the half of the uint4
+// where they lie in the row, and the epoch in the other. Two lines carry 15 times 16 bytes of the row: 7 and 7, and a
+// half of the last each. The kParts blocks of a team share a row: with few tokens there are more blocks than rows.
+static_assert(kIsLine || kParts == 1, "a flag says that the whole row is there, so one block stores it");
+static_assert(!kIsLine || kNumThreads % kWarpSize == 0, "the lanes of a line are in one warp");
+constexpr int kLineLanes = 8, kVecsOfTwoLines = 15;
+constexpr int kVecsLeft = kRowVecs % kVecsOfTwoLines;
+constexpr int kNumLines = kRowVecs / kVecsOfTwoLines * 2 + (kVecsLeft > 7 ? 2 : kVecsLeft > 0 ? 1 : 0);
+constexpr int kNumPieces = kIsLine ? kNumLines * kLineLanes : kRowVecs;
+constexpr int kPiecesPerPart = kIsLine ? (kNumLines + kParts - 1) / kParts * kLineLanes : kRowVecs;
 constexpr int kPiecesPerThread = (kPiecesPerPart + kNumThreads - 1) / kNumThreads;
 
 CUEP_DEVICE int part() {
@@ -37,23 +41,41 @@ CUEP_DEVICE int piece_at(int j) {
     return in_part < kPiecesPerPart ? part() * kPiecesPerPart + in_part : kNumPieces;
 }
 
-// A piece of a row that nobody writes while this kernel runs; words beyond the row are 0.
+// Whether a piece has 8 bytes of the row, behind which the line's epoch travels.
+CUEP_DEVICE bool is_half(int piece) {
+    return kIsLine && piece % kLineLanes == kLineLanes - 1;
+}
+
+// The 16 bytes of a row that a piece is, or of which it has a half; kRowVecs or more: the piece is beyond the row.
+CUEP_DEVICE int vec_of(int piece) {
+    if constexpr (!kIsLine) return piece;
+    const int place = piece % (2 * kLineLanes),
+              in_pair = is_half(piece) ? kVecsOfTwoLines - 1 : place - place / kLineLanes;
+    return piece / (2 * kLineLanes) * kVecsOfTwoLines + in_pair;
+}
+
+// Of the two halves, the upper one.
+CUEP_DEVICE bool is_upper_half(int piece) {
+    return kIsLine && piece % (2 * kLineLanes) == 2 * kLineLanes - 1;
+}
+
+CUEP_DEVICE uint2 half_of(int piece, uint4 v) {
+    return is_upper_half(piece) ? make_uint2(v.z, v.w) : make_uint2(v.x, v.y);
+}
+
+// The 16 bytes of a row that nobody writes while this kernel runs. Of a line they may lie beyond the row: then they are
+// of its end, as a branch would keep a thread's loads from being under way side by side.
 CUEP_DEVICE uint4 load_piece(const uint4* row, int piece) {
-    if constexpr (!kIsPacket) return load_streaming(row + piece);
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(row) + 3 * piece;
-    uint4 v = make_uint4(load_streaming(words), 0, 0, 0);
-    if (3 * piece + 1 < kRowWords) v.y = load_streaming(words + 1);
-    if (3 * piece + 2 < kRowWords) v.z = load_streaming(words + 2);
-    return v;
+    return load_streaming(row + (kIsLine ? min(vec_of(piece), kRowVecs - 1) : piece));
 }
 
 // To memory of this rank that a later kernel reads.
 CUEP_DEVICE void store_piece(uint4* row, int piece, uint4 v) {
-    if constexpr (!kIsPacket) return store_16(row + piece, v);
-    uint32_t* words = reinterpret_cast<uint32_t*>(row) + 3 * piece;
-    words[0] = v.x;
-    if (3 * piece + 1 < kRowWords) words[1] = v.y;
-    if (3 * piece + 2 < kRowWords) words[2] = v.z;
+    if constexpr (!kIsLine) return store_16(row + piece, v);
+    const int vec = vec_of(piece);
+    if (vec >= kRowVecs) return;
+    if (!is_half(piece)) return store_16(row + vec, v);
+    store_8(reinterpret_cast<uint2*>(row + vec) + is_upper_half(piece), half_of(piece, v));
 }
 
 // Teams take rows in turn. Blocks that are over have none.

@@ -69,21 +69,19 @@ CUEP_DEVICE void store_scales(const Place& place, int word, uint32_t bits) {
 }
 
 CUEP_DEVICE void store_received(const Place& place, int piece, uint4 v) {
-    uint4* row = reinterpret_cast<uint4*>(place.token);
-    constexpr int kWords = kIsPacket ? 3 : 4, kTokenWords = kTokenBytes / 4;
-    if (!kHasScales || (piece + 1) * kWords <= kTokenWords) return store_piece(row, piece, v);
-    if constexpr (!kIsPacket && !kHasScaleColumns && kNumScales * kScaleBytes % 16 == 0) {
-        return store_16(reinterpret_cast<uint4*>(place.scales) + (piece - kTokenBytes / 16), v);
+    const int scale_vec = vec_of(piece) - kTokenBytes / 16;
+    if (!kHasScales || scale_vec < 0) return store_piece(reinterpret_cast<uint4*>(place.token), piece, v);
+    if constexpr (!kHasScaleColumns && kNumScales * kScaleBytes % 16 == 0) {
+        uint4* scales = reinterpret_cast<uint4*>(place.scales) + scale_vec;
+        if (kIsLine && scale_vec >= kNumScales * kScaleBytes / 16) return;
+        if (!is_half(piece)) return store_16(scales, v);
+        return store_8(reinterpret_cast<uint2*>(scales) + is_upper_half(piece), half_of(piece, v));
     }
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int i = 0; i < kWords; i++) {
-        const int word = piece * kWords + i;
-        if (word < kTokenWords) {
-            reinterpret_cast<uint32_t*>(row)[word] = words[i];
-        } else if constexpr (kHasScales) {
-            store_scales(place, word - kTokenWords, words[i]);
-        }
+    for (int i = 0; i < 4; i++) {
+        const bool is_here = !is_half(piece) || (i >= 2) == is_upper_half(piece);
+        if (is_here) store_scales(place, scale_vec * 4 + i, words[i]);
     }
 }
 

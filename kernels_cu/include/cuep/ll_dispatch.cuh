@@ -107,15 +107,11 @@ CUEP_DEVICE bool is_new_routing(const Params& p) {
 template <class Params>
 CUEP_DEVICE uint4 load_sent(const Params& p, int t, int piece) {
     const uint4* row = reinterpret_cast<const uint4*>(p.x + t * p.x_stride);
-    constexpr int kWords = kIsPacket ? 3 : 4, kTokenWords = kTokenBytes / 4;
-    if (!kHasScales || (piece + 1) * kWords <= kTokenWords) return load_piece(row, piece);
-    uint32_t words[4] = {0, 0, 0, 0};
+    const int scale_vec = vec_of(piece) - kTokenBytes / 16;
+    if (!kHasScales || scale_vec < 0) return load_piece(row, piece);
+    uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < kWords; i++) {
-        const int word = piece * kWords + i;
-        words[i] = word < kTokenWords ? load_streaming(reinterpret_cast<const uint32_t*>(row) + word)
-                                      : load_scales(p, t, word - kTokenWords);
-    }
+    for (int i = 0; i < 4; i++) words[i] = load_scales(p, t, scale_vec * 4 + i);
     return {words[0], words[1], words[2], words[3]};
 }
 
@@ -166,15 +162,7 @@ CUEP_DEVICE void unstage(const Staging& staging, Token& token) {
 #pragma unroll
         for (int j = 0; j < kPiecesPerThread; j++) {
             const int piece = piece_at(j);
-            if (piece >= kNumPieces) continue;
-            if constexpr (kIsPacket) {
-                const uint32_t* words = reinterpret_cast<const uint32_t*>(staging.row) + 3 * piece;
-                token.row[j] = make_uint4(words[0], 0, 0, 0);
-                if (3 * piece + 1 < kRowWords) token.row[j].y = words[1];
-                if (3 * piece + 2 < kRowWords) token.row[j].z = words[2];
-            } else {
-                token.row[j] = staging.row[piece];
-            }
+            if (piece < kNumPieces) token.row[j] = staging.row[min(vec_of(piece), kRowVecs - 1)];
         }
     }
 }

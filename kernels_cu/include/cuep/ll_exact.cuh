@@ -5,7 +5,7 @@
 
 namespace cuep {
 
-constexpr int kMostRowsInFlight = kIsPacket ? 8 : 4;
+constexpr int kMostRowsInFlight = kIsLine && kPiecesPerThread == 1 ? 8 : 4;
 constexpr int kRowsInFlight = kNumTopk < kMostRowsInFlight ? kNumTopk : kMostRowsInFlight;  // loaded before stored
 
 struct Shared {

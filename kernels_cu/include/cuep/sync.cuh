@@ -183,6 +183,39 @@ CUEP_DEVICE uint4 ld_packet(const uint4* ptr) {
     return v;
 }
 
+// Lanes take turns: the last of a line, which has the flag, stores when the others have, and loads before they do; and
+// so with its words, of which the flag is the second or the last.
+CUEP_DEVICE void st_line(uint4* ptr, uint4 value, bool has_piece, bool is_flag_second) {
+    const bool is_last = lane_idx() % 8 == 7;
+    const uint32_t values[4] = {value.x, value.y, value.z, value.w};
+    const int flag = is_flag_second ? 1 : 3;
+    const auto store = [&] {
+        for (int i = 0; i < 4; i++) {
+            if (i != flag) cpu::scoped_store<__ATOMIC_RELAXED>(&ptr->x + i, values[i]);
+        }
+        cpu::scoped_store<__ATOMIC_RELEASE>(&ptr->x + flag, values[flag]);
+    };
+    if (has_piece && !is_last) store();
+    __syncwarp();
+    if (has_piece && is_last) store();
+}
+
+CUEP_DEVICE uint4 ld_line(const uint4* ptr, bool is_flag_second) {
+    const bool is_last = lane_idx() % 8 == 7;
+    uint32_t values[4];
+    const int flag = is_flag_second ? 1 : 3;
+    const auto load = [&] {
+        values[flag] = cpu::scoped_load<__ATOMIC_ACQUIRE>(&ptr->x + flag);
+        for (int i = 0; i < 4; i++) {
+            if (i != flag) values[i] = cpu::scoped_load<__ATOMIC_RELAXED>(&ptr->x + i);
+        }
+    };
+    if (is_last) load();
+    __syncwarp();
+    if (!is_last) load();
+    return {values[0], values[1], values[2], values[3]};
+}
+
 #else
 
 // Called in every loop that waits for memory to change. The polling load itself paces the loop on the GPU.
@@ -282,6 +315,16 @@ CUEP_DEVICE uint4 ld_packet(const uint4* ptr) {
                  : "l"(ptr)
                  : "memory");
     return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
+}
+
+// 16 bytes of each lane of a warp: of a line, 128 aligned bytes, all eight lanes have a piece or none. A line is seen
+// whole or not at all (line.cuh says why). By whole warps, behind a barrier of theirs.
+CUEP_DEVICE void st_line(uint4* ptr, uint4 value, bool has_piece, bool) {
+    if (has_piece) st_packet(ptr, value);
+}
+
+CUEP_DEVICE uint4 ld_line(const uint4* ptr, bool) {
+    return ld_packet(ptr);
 }
 
 #endif  // CUEP_CPU

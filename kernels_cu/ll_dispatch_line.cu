@@ -1,6 +1,6 @@
-// Low-latency dispatch for few tokens: as ll_dispatch_direct, but rows and headers travel as packets that carry their
-// own flags (packet.cuh), so the sender releases nothing and the receiver polls the row itself. Cost: four thirds of a
-// row over the link per (token, rank), and local copies as there.
+// Low-latency dispatch for some hundred tokens at most: as ll_dispatch_direct, but rows travel as lines, and headers as
+// packets, that carry their own flags (line.cuh), so the sender releases nothing and the receiver polls the row itself.
+// Cost: 128 bytes over the link for 120 of a row per (token, rank), and local copies as there.
 // serves: layout=expert_major,rank_major in_place=0
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
@@ -12,23 +12,23 @@ constexpr int kParts = 4;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 constexpr bool kHasScaleColumns = false, kHasInPlace = false;
 constexpr bool kIsRankMajor = false;
-constexpr bool kHasPacketSlots = true, kHasMask = false, kHasStats = false;
+constexpr bool kHasLineSlots = true, kHasMask = false, kHasStats = false;
 using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=false kHasInPlace=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true kHasStats=false kHasInPlace=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=true kHasInPlace=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=true kHasStats=true kHasInPlace=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasPacketSlots=true kHasMask=false kHasStats=false kHasInPlace=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true kHasStats=false kHasInPlace=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=true kHasInPlace=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasLineSlots=true kHasMask=false kHasStats=false kHasInPlace=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=cuep::bf16_t kHasLineSlots=true kHasMask=true kHasStats=false kHasInPlace=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 kHasScaleColumns=false src_t=cuep::bf16_t kHasLineSlots=true kHasMask=false kHasStats=true kHasInPlace=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kIsRankMajor=true kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasLineSlots=true kHasMask=true kHasStats=true kHasInPlace=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 kHasScaleColumns=false src_t=float kHasLineSlots=true kHasMask=false kHasStats=false kHasInPlace=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7232 kIsRankMajor=false kSrcBytes=14336 kTokenBytes=7168 kQuant=1 kNumScales=14 kScaleBytes=4 kHasScaleColumns=true src_t=cuep::bf16_t kHasLineSlots=true kHasMask=true kHasStats=false kHasInPlace=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kIsRankMajor=true kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 kHasScaleColumns=false src_t=cuep::bf16_t kHasLineSlots=true kHasMask=false kHasStats=true kHasInPlace=false
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
-constexpr bool kIsPacket = true;
-static_assert(kIsPacket == kHasPacketSlots, "cuep/layout.py lays out slots of packets for variants named packet...");
+constexpr bool kIsLine = true;
+static_assert(kIsLine == kHasLineSlots, "cuep/layout.py lays out slots of lines for variants named line...");
 #include <cuep/ll_deliver.cuh>
-#include <cuep/packet.cuh>
+#include <cuep/line.cuh>
 
 using namespace cuep;
 
@@ -90,10 +90,10 @@ struct Params {
 CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
 // A slot: the row, then for each k {expert, place, weight}, then {token}.
-constexpr int kSlotPackets = kRowPackets + kNumTopk + 1;
+constexpr int kSlotBytes = slot_pieces(kNumTopk + 1) * 16;
 
 CUEP_DEVICE uint4* slot_of(const Params& p, int dst, int bank, int src, int64_t slot) {
-    return staged_row<kSlotPackets * 16>(p, dst, bank, src, slot);
+    return staged_row<kSlotBytes>(p, dst, bank, src, slot);
 }
 
 // Stores token t, whose slots are known, at every rank that owns one of its experts.
@@ -104,7 +104,7 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int t, con
         if (dst == p.rank || !(rank_mask >> dst & 1u)) continue;
         Header header{t, 0, 0.0f};
         if (k < kNumTopk) header = header_for(out, dst, k);
-        st_packet(slot_of(p, dst, bank, p.rank, out.slot[dst]) + kRowPackets + k,
+        st_packet(slot_of(p, dst, bank, p.rank, out.slot[dst]) + kNumPieces + k,
                   {static_cast<uint32_t>(header.expert),
                    static_cast<uint32_t>(header.place),
                    static_cast<uint32_t>(__float_as_int(header.weight)),
@@ -113,7 +113,7 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int t, con
 #pragma unroll
     for (int i = 0; i < kNumPeers; i++) {
         const int dst = (p.rank + 1 + i) % kNumRanks;
-        if (rank_mask >> dst & 1u) store_packets(slot_of(p, dst, bank, p.rank, out.slot[dst]), token.row, epoch);
+        if (rank_mask >> dst & 1u) store_lines(slot_of(p, dst, bank, p.rank, out.slot[dst]), token.row, epoch);
     }
 }
 
@@ -143,17 +143,13 @@ CUEP_DEVICE bool take(const Params& p, const Operation& op, int bank, int src, i
     const uint4* from = slot_of(p, p.rank, bank, src, slot);
     uint4 row[kPiecesPerThread];
     uint4 beside = make_uint4(0, 0, 0, 0);  // of this thread's k, or the token
-    const bool is_ok = wait_packets(op, [&](Missing& missing) {
+    const bool is_ok = wait_lines(op, [&](Missing& missing) {
 #pragma unroll
-        for (int j = 0; j < kPiecesPerThread; j++) {
-            if (piece_at(j) < kNumPieces) row[j] = ld_packet(from + piece_at(j));
-        }
-        if (tid <= kNumTopk) beside = ld_packet(from + kRowPackets + tid);
+        for (int j = 0; j < kPiecesPerThread; j++) row[j] = load_line(from, piece_to_ask(piece_at(j)));
+        if (tid <= kNumTopk) beside = ld_packet(from + kNumPieces + tid);
 #pragma unroll
-        for (int j = 0; j < kPiecesPerThread; j++) {
-            if (piece_at(j) < kNumPieces) note_missing(op, row[j], src, missing);
-        }
-        if (tid <= kNumTopk) note_missing(op, beside, src, missing);
+        for (int j = 0; j < kPiecesPerThread; j++) note_line(op, row[j], piece_to_ask(piece_at(j)), src, missing);
+        if (tid <= kNumTopk) note_packet(op, beside, src, missing);
     });
     const Header header{
         static_cast<int>(beside.x), static_cast<int>(beside.y), __int_as_float(static_cast<int>(beside.z))};
@@ -164,7 +160,7 @@ CUEP_DEVICE bool take(const Params& p, const Operation& op, int bank, int src, i
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    ll_dispatch_packet(const __grid_constant__ Params p) {
+    ll_dispatch_line(const __grid_constant__ Params p) {
     __shared__ Shared s;
     dispatch(
         p,

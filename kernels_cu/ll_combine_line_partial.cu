@@ -1,6 +1,6 @@
-// Low-latency combine, per_rank, for few tokens: as ll_combine_partial, but rows go home as packets that carry their
-// own flags (packet.cuh): the sender releases nothing, the owner polls the rows themselves. The same bits. Cost: four
-// thirds of a row over the link per (token, rank).
+// Low-latency combine, per_rank, for some hundred tokens at most: as ll_combine_partial, but rows go home as lines that
+// carry their own flags (line.cuh): the sender releases nothing, the owner polls the rows themselves. The same bits.
+// Cost: 128 bytes over the link for 120 of a row per (token, rank).
 // serves: reduce=per_rank combine_quant=None
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
@@ -12,18 +12,18 @@ constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336,
 constexpr int kParts = 4;
 constexpr bool kIsRankMajor = false;
 using elem_t = cuep::bf16_t;
-constexpr bool kHasPacketSlots = true, kHasMask = false, kHasStats = false;
+constexpr bool kHasLineSlots = true, kHasMask = false, kHasStats = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=false
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasPacketSlots=true kHasMask=true kHasStats=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false elem_t=float kHasPacketSlots=true kHasMask=false kHasStats=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=false elem_t=cuep::bf16_t kHasLineSlots=true kHasMask=false kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kIsRankMajor=true elem_t=cuep::bf16_t kHasLineSlots=true kHasMask=true kHasStats=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kIsRankMajor=false elem_t=float kHasLineSlots=true kHasMask=false kHasStats=true
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
-constexpr bool kIsPacket = true;
-static_assert(kIsPacket == kHasPacketSlots, "cuep/layout.py lays out slots of packets for variants named packet...");
+constexpr bool kIsLine = true;
+static_assert(kIsLine == kHasLineSlots, "cuep/layout.py lays out slots of lines for variants named line...");
 #include <cuep/ll_partial.cuh>
-#include <cuep/packet.cuh>
+#include <cuep/line.cuh>
 
 using namespace cuep;
 
@@ -72,10 +72,10 @@ struct Params {
 
 CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
-constexpr int kSlotPackets = kRowPackets + kNumTopk;  // the row, then {gradient's bits} of each k
+constexpr int kSlotBytes = slot_pieces(kNumTopk) * 16;  // the row, then {gradient's bits} of each k
 
 CUEP_DEVICE uint4* slot_of(const Params& p, int dst, int bank, int src, int64_t token) {
-    return staged_row<kSlotPackets * 16>(p, dst, bank, src, token);
+    return staged_row<kSlotBytes>(p, dst, bank, src, token);
 }
 
 CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
@@ -88,29 +88,26 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, 
         s,
         [&](const Answer& to, const uint4(&part)[kPiecesPerThread]) {
             uint4* slot = slot_of(p, to.src, bank, p.rank, to.token);
-            store_packets(slot, part, epoch);
+            store_lines(slot, part, epoch);
             if (p.row_weight_grads == nullptr || tid >= kNumTopk || cuep::part() != 0) return;
             const int64_t row = grad_row(p, to.at);
-            if (row >= 0) st_packet(slot + kRowPackets + tid, {p.row_weight_grads[row], 0, 0, epoch});
+            if (row >= 0) st_packet(slot + kNumPieces + tid, {p.row_weight_grads[row], 0, 0, epoch});
         },
         [](const Answer&) {});
 }
 
-// weight_grads[t, k] of this thread's k. False: gave up.
+// weight_grads[t, k] of this thread's k. By whole warps. False: gave up.
 CUEP_DEVICE bool take_gradient(const Params& p, const Operation& op, int t, const Term& term, const Shared& s) {
     const int k = threadIdx.x;
+    const int owner = k >= kNumTopk || term.expert < 0 ? -1 : term.expert / kNumLocalExperts;
     uint4 packet = make_uint4(0, 0, 0, 0);
-    bool is_ok = true;
-    const int owner = term.expert < 0 ? -1 : term.expert / kNumLocalExperts;
-    if (owner == p.rank) {
-        packet.x = p.row_weight_grads[grad_row(p, own_row_of(p, term))];
-    } else if (owner >= 0) {
-        is_ok = wait_packets(op, [&](Missing& missing) {
-            packet = ld_packet(s.rows[owner] + kRowPackets + k);
-            note_missing(op, packet, owner, missing);
-        });
-    }
-    p.weight_grads[static_cast<int64_t>(t) * kNumTopk + k] = packet.x;
+    if (owner == p.rank) packet.x = p.row_weight_grads[grad_row(p, own_row_of(p, term))];
+    const bool is_ok = wait_lines(op, [&](Missing& missing) {
+        if (owner < 0 || owner == p.rank) return;
+        packet = ld_packet(s.rows[owner] + kNumPieces + k);
+        note_packet(op, packet, owner, missing);
+    });
+    if (k < kNumTopk) p.weight_grads[static_cast<int64_t>(t) * kNumTopk + k] = packet.x;
     return is_ok;
 }
 
@@ -119,33 +116,33 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int bank, int t
     bool is_ok = true;
 #pragma unroll 1
     for (int j = 0; j < kPiecesPerThread; j++) {
-        if (piece_at(j) >= kNumPieces) continue;
+        const int asked = piece_to_ask(piece_at(j));
         float sum[kElemsPerVec];
-        auto load = [&](int first, int piece, uint4(&v)[kRanksInFlight]) {
-            return wait_packets(op, [&](Missing& missing) {
+        auto load = [&](int first, int, uint4(&v)[kRanksInFlight]) {
+            return wait_lines(op, [&](Missing& missing) {
 #pragma unroll
                 for (int i = 0; i < kRanksInFlight; i++) {
                     if (first + i < kNumRanks && s.rows[first + i] != nullptr) {
-                        v[i] = ld_packet(s.rows[first + i] + piece);
+                        v[i] = load_line(s.rows[first + i], asked);
                     }
                 }
 #pragma unroll
                 for (int i = 0; i < kRanksInFlight; i++) {
                     if (first + i < kNumRanks && s.rows[first + i] != nullptr) {
-                        note_missing(op, v[i], first + i, missing);
+                        note_line(op, v[i], asked, first + i, missing);
                     }
                 }
             });
         };
         is_ok &= add_ranks<uint4>(p, s, piece_at(j), sum, load, [](float (&to)[kElemsPerVec], uint4 v) { add(to, v); });
-        write_sum(p, t, piece_at(j), sum);
+        if (piece_at(j) < kNumPieces) write_sum(p, t, piece_at(j), sum);
     }
-    if (p.weight_grads != nullptr && threadIdx.x < kNumTopk && part() == 0) is_ok &= take_gradient(p, op, t, term, s);
+    if (p.weight_grads != nullptr && warp_idx() == 0 && part() == 0) is_ok &= take_gradient(p, op, t, term, s);
     return !block_any(!is_ok);
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    ll_combine_packet_partial(const __grid_constant__ Params p) {
+    ll_combine_line_partial(const __grid_constant__ Params p) {
     __shared__ Shared s;
     combine(
         p,

@@ -1,6 +1,6 @@
-// Low-latency combine, exact, for few tokens: as ll_combine_direct, but rows go home as packets that carry their own
-// flags (packet.cuh): the sender releases nothing, the owner polls the rows themselves. The same bits. Cost: four
-// thirds of a row over the link per (token, expert).
+// Low-latency combine, exact, for some hundred tokens at most: as ll_combine_direct, but rows go home as lines that
+// carry their own flags (line.cuh): the sender releases nothing, the owner polls the rows themselves. The same bits.
+// Cost: 128 bytes over the link for 120 of a row per (token, expert).
 // serves: layout=expert_major reduce=exact combine_quant=None
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
@@ -11,17 +11,17 @@
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumThreads = 320, kMinBlocks = 1;
 constexpr int kParts = 4;
 using elem_t = cuep::bf16_t;
-constexpr bool kHasPacketSlots = true, kHasMask = false, kHasStats = false;
+constexpr bool kHasLineSlots = true, kHasMask = false, kHasStats = false;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kHasPacketSlots=true kHasMask=false kHasStats=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kHasPacketSlots=true kHasMask=true kHasStats=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kHasLineSlots=true kHasMask=false kHasStats=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kHasLineSlots=true kHasMask=true kHasStats=false
 CUEP_TUNABLE(kNumThreads, 320, 64);
 CUEP_TUNABLE(kParts, 4, 2);      // blocks that share a row
 CUEP_TUNABLE(kMinBlocks, 1, 1);  // resident on one multiprocessor
-constexpr bool kIsPacket = true;
-static_assert(kIsPacket == kHasPacketSlots, "cuep/layout.py lays out slots of packets for variants named packet...");
+constexpr bool kIsLine = true;
+static_assert(kIsLine == kHasLineSlots, "cuep/layout.py lays out slots of lines for variants named line...");
 #include <cuep/ll_exact.cuh>
-#include <cuep/packet.cuh>
+#include <cuep/line.cuh>
 
 using namespace cuep;
 
@@ -67,11 +67,11 @@ struct Params {
 
 CUEP_LAUNCH_EARLY(kNumThreads, 0)
 
-constexpr int kSlotPackets = kRowPackets + 1;  // the row, then {gradient's bits}
+constexpr int kSlotPieces = slot_pieces(1);  // the row, then {gradient's bits}
 
 CUEP_DEVICE uint4* slot_of(const Params& p, int dst, int bank, int64_t token, int k) {
     const int64_t at = (static_cast<int64_t>(bank) * p.max_tokens + token) * kNumTopk + k;
-    return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset) + at * kSlotPackets;
+    return reinterpret_cast<uint4*>(p.arena[dst] + p.rows_offset) + at * kSlotPieces;
 }
 
 CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, Answer& answer, Shared& s) {
@@ -84,40 +84,36 @@ CUEP_DEVICE void send(const Params& p, const Operation& op, int bank, int most, 
         [&](const Answer& to, int k, const uint4(&row)[kPiecesPerThread]) {
             if (is_fenced(p, op)) return;
             uint4* slot = slot_of(p, to.src, bank, to.token, k);
-            store_packets(slot, row, epoch);
+            store_lines(slot, row, epoch);
             if (p.row_weight_grads != nullptr && threadIdx.x == 0 && part() == 0) {
-                st_packet(slot + kRowPackets, {p.row_weight_grads[p.row_idx[to.at * kNumTopk + k]], 0, 0, epoch});
+                st_packet(slot + kNumPieces, {p.row_weight_grads[p.row_idx[to.at * kNumTopk + k]], 0, 0, epoch});
             }
         },
         [](const Answer&) {});
 }
 
-// weight_grads[t, k] of this thread's k. False: gave up.
+// weight_grads[t, k] of this thread's k. By whole warps. False: gave up.
 CUEP_DEVICE bool take_gradient(const Params& p, const Operation& op, int t, const Term& term, const Shared& s) {
     const int k = threadIdx.x;
+    const bool is_own = k < kNumTopk && (s.own_terms >> k & 1u), is_asked = k < kNumTopk && (s.peer_terms >> k & 1u);
     uint4 packet = make_uint4(0, 0, 0, 0);
-    bool is_ok = true;
-    if (s.own_terms >> k & 1u) {
-        packet.x = p.row_weight_grads[term.own_row];
-    } else if (s.terms[k] != nullptr) {
-        is_ok = wait_packets(op, [&](Missing& missing) {
-            packet = ld_packet(s.terms[k] + kRowPackets);
-            note_missing(op, packet, s.owner[k], missing);
-        });
-    }
-    p.weight_grads[static_cast<int64_t>(t) * kNumTopk + k] = packet.x;
+    if (is_own) packet.x = p.row_weight_grads[term.own_row];
+    const bool is_ok = wait_lines(op, [&](Missing& missing) {
+        if (!is_asked) return;
+        packet = ld_packet(s.terms[k] + kNumPieces);
+        note_packet(op, packet, s.owner[k], missing);
+    });
+    if (k < kNumTopk) p.weight_grads[static_cast<int64_t>(t) * kNumTopk + k] = packet.x;
     return is_ok;
 }
 
 // y[t]: adds in order of k, waiting for the rows of peers. False: gave up.
 CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int t, const Term& term, Shared& s) {
-    const int tid = threadIdx.x;
     const uint32_t own_terms = s.own_terms, peer_terms = s.peer_terms;
     bool is_ok = true;
 #pragma unroll 1
     for (int j = 0; j < kPiecesPerThread; j++) {
-        const int piece = piece_at(j);
-        if (piece >= kNumPieces) continue;
+        const int piece = piece_at(j), asked = piece_to_ask(piece);
         float sum[kElemsPerVec];
 #pragma unroll
         for (int i = 0; i < kElemsPerVec; i++) sum[i] = 0.0f;
@@ -128,14 +124,14 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int t, const Te
             for (int i = 0; i < kTermsInFlight; i++) {
                 if (own_terms >> (first + i) & 1u) v[i] = load_piece(s.terms[first + i], piece);
             }
-            is_ok &= wait_packets(op, [&](Missing& missing) {
+            is_ok &= wait_lines(op, [&](Missing& missing) {
 #pragma unroll
                 for (int i = 0; i < kTermsInFlight; i++) {
-                    if (peer_terms >> (first + i) & 1u) v[i] = ld_packet(s.terms[first + i] + piece);
+                    if (peer_terms >> (first + i) & 1u) v[i] = load_line(s.terms[first + i], asked);
                 }
 #pragma unroll
                 for (int i = 0; i < kTermsInFlight; i++) {
-                    if (peer_terms >> (first + i) & 1u) note_missing(op, v[i], s.owner[first + i], missing);
+                    if (peer_terms >> (first + i) & 1u) note_line(op, v[i], asked, s.owner[first + i], missing);
                 }
             });
 #pragma unroll
@@ -143,14 +139,14 @@ CUEP_DEVICE bool sum_token(const Params& p, const Operation& op, int t, const Te
                 if ((own_terms | peer_terms) >> (first + i) & 1u) add_weighted(sum, s.weights[first + i], v[i]);
             }
         }
-        write_sum(p, t, piece, sum);
+        if (piece < kNumPieces) write_sum(p, t, piece, sum);
     }
-    if (p.weight_grads != nullptr && tid < kNumTopk && part() == 0) is_ok &= take_gradient(p, op, t, term, s);
+    if (p.weight_grads != nullptr && warp_idx() == 0 && part() == 0) is_ok &= take_gradient(p, op, t, term, s);
     return !block_any(!is_ok);
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    ll_combine_packet(const __grid_constant__ Params p) {
+    ll_combine_line(const __grid_constant__ Params p) {
     __shared__ Shared s;
     combine(
         p,
