@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _ROUTE_BLOCKS = 8  # one places rows, one counts experts, the others copy
 _SMEM_BYTES = 200 * 1024  # of a block, for rows in flight, where the GPU has that much
 _STATIC_SMEM_BYTES = 2048  # left for everything else
-_PIECE_BYTES = 3584  # kMostPieceBytes of ht_combine_partial.cu
+_PIECE_BYTES = 3584  # kMostPieceBytes of the combine kernels
 _RECV_FIELDS = ("topk_idx", "topk_weights", "source")  # of a receive buffer (flat), beside rows
 
 
@@ -84,8 +84,7 @@ class HighThroughput:
         route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
         out = row_pipeline(room, "kNumWarps", 6, 2, smem_bytes)
-        piece, num_ahead = (cfg.combine_row_bytes, 2) if self._is_flat else (_PIECE_BYTES, 8)
-        home = row_pipeline(min(cfg.combine_row_bytes, piece), "kNumPushWarps", 7, num_ahead, smem_bytes)
+        home = row_pipeline(min(cfg.combine_row_bytes, _PIECE_BYTES), "kNumPushWarps", 7, 8, smem_bytes)
         self._route, self._dispatch, self._combine = load_kernels(
             group,
             [

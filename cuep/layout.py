@@ -21,7 +21,7 @@ REPORT_BYTES = 172  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 MASK_BYTES = 40  # struct MaskWords of mask.cuh
 # max_tokens_per_rank up to which rows travel as lines, by default
-LINE_TOKENS = {"dispatch": 128, "combine": 16}
+LINE_TOKENS = {"dispatch": 128, "combine exact": 64, "combine per_rank": 128}
 IN_PLACE = ("tokens", "scales")  # what lies in symmetric memory where rows are received in place
 READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
@@ -99,7 +99,8 @@ def variant(cfg: GroupConfig, op: str) -> str:
     size (measured: kernels_cu/README.md)."""
     is_partial = op == "combine" and cfg.reduce == "per_rank"
     takes_lines = not (cfg.combine_quant if op == "combine" else cfg.in_place)
-    if takes_lines and cfg.max_tokens_per_rank <= LINE_TOKENS[op]:
+    most_tokens = LINE_TOKENS[op if op == "dispatch" else f"{op} {cfg.reduce}"]
+    if takes_lines and cfg.max_tokens_per_rank <= most_tokens:
         own = "line_partial" if is_partial else "line"
     else:
         own = "partial" if is_partial else "direct"

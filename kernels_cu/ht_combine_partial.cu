@@ -66,16 +66,11 @@ struct Params {
 
 constexpr int kNumThreads = (kNumPushWarps + kNumSumWarps) * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
-constexpr int kNumPieces = (kRowBytes + kMostPieceBytes - 1) / kMostPieceBytes;  // of a row that is added up
-constexpr int kPieceBytes = (kRowBytes + kNumPieces * 16 - 1) / (kNumPieces * 16) * 16;
-constexpr int kVecsPerLane = (kPieceBytes / 16 + 31) / 32;
+using RowPieces = Pieces<kRowBytes, kMostPieceBytes>;  // of a row that is added up
+constexpr int kVecsPerLane = (RowPieces::kBytes / 16 + 31) / 32;
 using Rows = Home<kNumRanks, kNumLocalExperts, kNumTopk, kRowBytes, elem_t, true>;
-using Pipe = RowPipe<kPieceBytes, kNumStages>;
+using Pipe = RowPipe<RowPieces::kBytes, kNumStages>;
 CUEP_LAUNCH(kNumThreads, kNumPushWarps* Pipe::kSmemBytes)
-
-CUEP_DEVICE uint32_t piece_bytes(int piece) {
-    return static_cast<uint32_t>(min(kPieceBytes, kRowBytes - piece * kPieceBytes));
-}
 
 // Rows that make up the answer to a message: lane k has that of k, or -1. The whole warp calls.
 CUEP_DEVICE int32_t slot_of_lane(const Params& p, const Rows::Walk& walk) {
@@ -106,14 +101,14 @@ struct PieceWalk {
 
     CUEP_DEVICE const uint8_t* address(const Params& p) const {
         const int64_t row = __shfl_sync(0xffffffffu, slot, __ffs(static_cast<int>(rest)) - 1);
-        return p.expert_out + row * p.expert_out_stride + piece * kPieceBytes;
+        return p.expert_out + row * p.expert_out_stride + piece * RowPieces::kBytes;
     }
 
     CUEP_DEVICE void advance(const Params& p) {
         rest &= rest - 1;
         if (rest != 0) return;
         rest = filled;
-        if (++piece < kNumPieces) return;
+        if (++piece < RowPieces::kCount) return;
         walk.advance();
         begin_message(p);
     }
@@ -143,7 +138,7 @@ CUEP_DEVICE void push_sums(const Params& p, const Operation& op, const int32_t* 
     PieceWalk ahead(p, walk);
     auto load_next = [&](int stage) {
         if (ahead.is_over()) return;
-        pipe.load(stage, ahead.address(p), piece_bytes(ahead.piece));
+        pipe.load(stage, ahead.address(p), RowPieces::bytes(ahead.piece));
         ahead.advance(p);
     };
     for (int stage = 0; stage < kNumStages; stage++) load_next(stage);
@@ -153,8 +148,8 @@ CUEP_DEVICE void push_sums(const Params& p, const Operation& op, const int32_t* 
         const float weight = slot >= 0 && p.is_weighted ? p.message_weights[walk.row() * kNumTopk + lane] : 1.0f;
         const uint32_t filled = __ballot_sync(0xffffffffu, slot >= 0);
         uint8_t* to = Rows::staged_row(p, dst, p.rank, slot_there);
-        for (int piece = 0; piece < kNumPieces; piece++) {
-            const int num_vecs = static_cast<int>(piece_bytes(piece)) / 16;
+        for (int piece = 0; piece < RowPieces::kCount; piece++) {
+            const int num_vecs = static_cast<int>(RowPieces::bytes(piece)) / 16;
             float sum[kVecsPerLane][kPerVec<elem_t>] = {};
             for (uint32_t rest = filled; rest != 0; rest &= rest - 1) {
                 const float w = __shfl_sync(0xffffffffu, weight, __ffs(static_cast<int>(rest)) - 1);
@@ -164,7 +159,7 @@ CUEP_DEVICE void push_sums(const Params& p, const Operation& op, const int32_t* 
                 load_next(stage);
                 stage = Pipe::after(stage);
             }
-            uint4* vecs = reinterpret_cast<uint4*>(to + piece * kPieceBytes);
+            uint4* vecs = reinterpret_cast<uint4*>(to + piece * RowPieces::kBytes);
 #pragma unroll
             for (int j = 0; j < kVecsPerLane; j++) {
                 if (lane + 32 * j < num_vecs) store_16(vecs + lane + 32 * j, pack<elem_t>(sum[j]));

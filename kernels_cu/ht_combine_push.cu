@@ -13,14 +13,15 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
-constexpr int kNumPushWarps = 7, kNumSumWarps = 12, kNumStages = 2;
+constexpr int kNumPushWarps = 7, kNumSumWarps = 12, kNumStages = 8, kMostPieceBytes = 3584;
 using elem_t = cuep::bf16_t;
 #endif
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
 CUEP_TUNABLE(kNumPushWarps, 7, 1);
 CUEP_TUNABLE(kNumSumWarps, 12, 1);
-CUEP_TUNABLE(kNumStages, 2, 2);
+CUEP_TUNABLE(kNumStages, 8, 4);
+CUEP_TUNABLE(kMostPieceBytes, 3584, 256);  // of a row that is pushed
 
 using namespace cuep;
 
@@ -59,26 +60,50 @@ struct Params {
 };
 
 constexpr int kNumThreads = (kNumPushWarps + kNumSumWarps) * 32;
-using Pipe = RowPipe<kRowBytes, kNumStages>;
+using RowPieces = Pieces<kRowBytes, kMostPieceBytes>;
+using Pipe = RowPipe<RowPieces::kBytes, kNumStages>;
 using Rows = Home<kNumRanks, kNumExperts / kNumRanks, kNumTopk, kRowBytes, elem_t, false>;
 CUEP_LAUNCH(kNumThreads, kNumPushWarps* Pipe::kSmemBytes)
 
+// The pieces of the rows that a push warp answers, row by row.
+struct PieceWalk {
+    Rows::Walk walk;
+    int piece = 0;
+
+    CUEP_DEVICE bool is_over() const { return walk.is_over(); }
+    CUEP_DEVICE bool is_last() const { return piece == RowPieces::kCount - 1; }
+    CUEP_DEVICE int offset() const { return piece * RowPieces::kBytes; }
+    CUEP_DEVICE void advance() {
+        if (!is_last()) {
+            piece++;
+        } else {
+            piece = 0;
+            walk.advance();
+        }
+    }
+};
+
 // One push warp's share of the rows that this rank answers.
 CUEP_DEVICE void push_rows(const Params& p, const Operation& op, const int32_t* recv_base, int warp, Pipe pipe) {
-    using Walk = Rows::Walk;
     const int lane = lane_idx();
     pipe.move_and_tell(
-        Walk(p.rank, recv_base, warp, kNumPushWarps),
-        [&](const Walk& walk) { return p.expert_out + walk.row() * p.expert_out_stride; },
-        [&](const Walk& walk, const uint8_t* staged) {
-            const int dst = walk.peer(), slot = walk.slot();
-            bulk_store(Rows::staged_row(p, dst, p.rank, slot), staged, kRowBytes);
-            if (p.row_weight_grads != nullptr && lane < kNumTopk) {
-                Rows::staged_grads(p, dst, p.rank, slot)[lane] = p.row_weight_grads[walk.row() * kNumTopk + lane];
+        PieceWalk{Rows::Walk(p.rank, recv_base, warp, kNumPushWarps)},
+        [&](const PieceWalk& at) { return p.expert_out + at.walk.row() * p.expert_out_stride + at.offset(); },
+        [&](const PieceWalk& at) { return RowPieces::bytes(at.piece); },
+        [&](const PieceWalk& at, const uint8_t* staged) {
+            const int dst = at.walk.peer(), slot = at.walk.slot();
+            uint8_t* row = Rows::staged_row(p, dst, p.rank, slot);
+            bulk_store(row + at.offset(), staged, RowPieces::bytes(at.piece));
+            if (at.is_last() && p.row_weight_grads != nullptr && lane < kNumTopk) {
+                Rows::staged_grads(p, dst, p.rank, slot)[lane] = p.row_weight_grads[at.walk.row() * kNumTopk + lane];
             }
         },
-        [&](const Walk& walk) {  // pairs with the wait in sum_token
-            if (lane == 0) st_release_sys(Rows::flag_of(p, walk.peer(), p.rank, walk.slot()), tagged(op, 0));
+        [&](const PieceWalk& at) {  // pairs with the wait in sum_token
+            if (!at.is_last()) return;
+            fence_proxy_async();
+            if (lane == 0) {
+                st_release_sys(Rows::flag_of(p, at.walk.peer(), p.rank, at.walk.slot()), tagged(op, 0));
+            }
         });
 }
 

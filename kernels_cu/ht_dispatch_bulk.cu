@@ -178,12 +178,14 @@ CUEP_DEVICE void send_rows_with_flags(
     pipe.move_and_tell(
         first,
         [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
+        [](const TokenWalk&) { return uint32_t{kSrcBytes}; },
         [&](const TokenWalk& walk, uint8_t* staged) {
             const int32_t rows = row_of_lane<kNumRanks>(p, walk.t);
             sender.store_rows(walk.t, rows, staged);
             sender.store_routings(walk.t, rows);
         },
         [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_row
+            fence_proxy_async();
             const int32_t row = row_of_lane<kNumRanks>(p, walk.t);
             if (has_flags && row >= 0) st_release_sys(flag_of(p, lane, p.rank, row - base), tagged(op, 0));
         });

@@ -148,8 +148,10 @@ CUEP_DEVICE void send_rows(const Params& p, const Operation& op, const uint32_t*
     pipe.move_and_tell(
         TokenWalk(warp, kNumSendWarps, kept_tokens_of(p)),
         [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
+        [](const TokenWalk&) { return uint32_t{kSrcBytes}; },
         [&](const TokenWalk& walk, uint8_t* staged) { send_token(p, buffers, walk, staged); },
         [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_message
+            fence_proxy_async();
             const int32_t message = row_of_lane<kNumRanks>(p, walk.t);
             if (message >= 0 && lane_idx() != p.rank) {
                 st_release_sys(flag_of(p, lane_idx(), message), tagged(op, static_cast<uint32_t>(walk.t)));

@@ -408,14 +408,25 @@ CUEP_DEVICE int most_rows(const Params& p, const Counts& counts) {
     return static_cast<int>(most);
 }
 
-// Rows of all peers, low slots first: take(src, slot) waits for the row and takes it. False: gave up.
+// Rows of all peers, in about the order in which they come: take(src, slot) waits for the row and takes it. Each team
+// of a peer has sent a token to the rank after it first, then to the one after that; then its next token. False: gave
+// up.
 template <class Params, class Take>
 CUEP_DEVICE bool receive_rows(const Params& p, const Counts& counts, Take take) {
     if constexpr (kNumPeers > 0) {
-        const int most = most_rows(p, counts);
-        for (int u = first_to_receive(); u < most * kNumPeers; u += num_teams()) {
-            const int src = (p.rank + 1 + u % kNumPeers) % kNumRanks, slot = u / kNumPeers;
-            if (slot < static_cast<int>(counts.totals.of[src]) && !take(src, slot)) return false;
+        const int most = most_rows(p, counts), wave = min(most, num_teams());
+        int slot = first_to_receive(), distance = 1, first = 0;
+        while (first < most) {
+            if (slot >= wave) {  // on to the next peer, or to the next wave of the first
+                slot -= wave;
+                if (++distance < kNumRanks) continue;
+                distance = 1;
+                first += wave;
+                continue;
+            }
+            const int src = (p.rank + kNumRanks - distance) % kNumRanks;
+            if (first + slot < static_cast<int>(counts.totals.of[src]) && !take(src, first + slot)) return false;
+            slot += num_teams();
         }
     }
     return true;

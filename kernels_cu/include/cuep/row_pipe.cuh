@@ -6,6 +6,17 @@
 
 namespace cuep {
 
+// A row in pieces of at most kMostBytes, of which each is a multiple of 16 bytes and all but the last are alike.
+template <int kRowBytes, int kMostBytes>
+struct Pieces {
+    static constexpr int kCount = (kRowBytes + kMostBytes - 1) / kMostBytes;
+    static constexpr int kBytes = (kRowBytes + kCount * 16 - 1) / (kCount * 16) * 16;
+
+    static CUEP_DEVICE uint32_t bytes(int piece) {
+        return static_cast<uint32_t>(min(kBytes, kRowBytes - piece * kBytes));
+    }
+};
+
 // kRoom: of shared memory for a row, where it becomes more than was loaded.
 template <int kRowBytes, int kNumStages, int kRoom = kRowBytes>
 struct RowPipe {
@@ -42,6 +53,10 @@ struct RowPipe {
         parity ^= 1u << stage;
     }
 
+    // Of many stages half are loaded ahead and half are being stored; of two or three, one is being stored.
+    static constexpr int kNumStoring = kNumStages < 4 ? 1 : kNumStages / 2;
+    static constexpr int kNumAhead = kNumStages - kNumStoring;
+
     static CUEP_DEVICE int after(int stage) { return stage + 1 == kNumStages ? 0 : stage + 1; }
     static CUEP_DEVICE int before(int stage) { return stage == 0 ? kNumStages - 1 : stage - 1; }
 
@@ -70,38 +85,37 @@ struct RowPipe {
         bulk_wait<0>();
     }
 
-    // Moves the rows of a walk (is_over(), advance()), kNumStages - 1 of them loaded ahead, and releases what tells
-    // others about a row kNumStages - 1 rows late, when it is there. source(walk) is where a row lies; store(walk, row)
+    // Moves the rows, or pieces of rows, of a walk (is_over(), advance()) and releases what tells others about one
+    // kNumStages - 1 of them later, when it is there. source(walk) is where it lies, of bytes(walk); store(walk, row)
     // starts its bulk stores and may store more that the release covers; release(walk) comes when all that is done.
-    template <class Walk, class Source, class Store, class Release>
-    CUEP_DEVICE void move_and_tell(const Walk& walk, Source source, Store store, Release release) {
+    template <class Walk, class Source, class Bytes, class Store, class Release>
+    CUEP_DEVICE void move_and_tell(const Walk& walk, Source source, Bytes bytes, Store store, Release release) {
         constexpr int kLate = kNumStages - 1;
         Walk next = walk, stored = walk, told = walk;
         auto load_next = [&](int stage) {
-            load(stage, source(next));
+            load(stage, source(next), bytes(next));
             next.advance();
         };
-        for (int stage = 0; stage < kLate && !next.is_over(); stage++) load_next(stage);
-        int stage = 0, num_pending = 0;
+        for (int stage = 0; stage < kNumAhead && !next.is_over(); stage++) load_next(stage);
+        int stage = 0, num_pending = 0, refilled = kNumAhead;
         for (; !stored.is_over(); stored.advance()) {
             wait(stage);
             store(stored, stage_at(stage));
             bulk_commit();
             if (++num_pending > kLate) {
                 bulk_wait<kLate>();  // all the way, not only read: others are told that the row is there
-                fence_proxy_async();
                 release(told);
                 told.advance();
                 num_pending--;
             }
             if (!next.is_over()) {
-                bulk_wait_read<1>();  // the stage that is refilled was stored one row ago
-                load_next(before(stage));
+                bulk_wait_read<kNumStoring>();  // the stage that is refilled was stored so many rows ago
+                load_next(refilled);
             }
             stage = after(stage);
+            refilled = after(refilled);
         }
         bulk_wait<0>();
-        fence_proxy_async();
         for (; num_pending > 0; num_pending--, told.advance()) release(told);
     }
 
