@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _ROUTE_BLOCKS = 8  # one places rows, one counts experts, the others copy
 _SMEM_BYTES = 200 * 1024  # of a block, for rows in flight, where the GPU has that much
 _STATIC_SMEM_BYTES = 2048  # left for everything else
-_PIECE_BYTES = 3584  # kMostPieceBytes of the combine kernels
+_PIECE_BYTES = 3584  # of a row that a combine kernel moves in pieces
+_FEW_BLOCKS = 16  # up to so many are too few to fill the links unless flat combine keeps more rows on their way
 _RECV_FIELDS = ("topk_idx", "topk_weights", "source")  # of a receive buffer (flat), beside rows
 
 
@@ -84,7 +85,12 @@ class HighThroughput:
         route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
         out = row_pipeline(room, "kNumWarps", 6, 2, smem_bytes)
-        home = row_pipeline(min(cfg.combine_row_bytes, _PIECE_BYTES), "kNumPushWarps", 7, 8, smem_bytes)
+        num_blocks = min(cfg.num_sms or _FEW_BLOCKS + 1, group.world.backend.num_processors)
+        in_pieces = not self._is_flat or num_blocks <= _FEW_BLOCKS
+        piece, num_ahead = (_PIECE_BYTES, 8) if in_pieces else (cfg.combine_row_bytes, 2)
+        home = row_pipeline(min(cfg.combine_row_bytes, piece), "kNumPushWarps", 7, num_ahead, smem_bytes)
+        if home:  # else the kernels' own defaults
+            home |= {"kNumTellWarps": int(in_pieces), "kMostPieceBytes": piece}
         self._route, self._dispatch, self._combine = load_kernels(
             group,
             [

@@ -14,12 +14,13 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
-constexpr int kNumPushWarps = 7, kNumSumWarps = 8, kNumStages = 8, kMostPieceBytes = 3584;
+constexpr int kNumPushWarps = 7, kNumTellWarps = 1, kNumSumWarps = 8, kNumStages = 8, kMostPieceBytes = 3584;
 using elem_t = cuep::bf16_t;
 #endif
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
 CUEP_TUNABLE(kNumPushWarps, 7, 1);
+CUEP_TUNABLE(kNumTellWarps, 1, 0);
 CUEP_TUNABLE(kNumSumWarps, 8, 1);
 CUEP_TUNABLE(kNumStages, 8, 3);
 CUEP_TUNABLE(kMostPieceBytes, 3584, 64);
@@ -64,12 +65,13 @@ struct Params {
     bool is_refused;   // publish kRefused instead of pushing
 };
 
-constexpr int kNumThreads = (kNumPushWarps + kNumSumWarps) * 32;
+constexpr int kNumThreads = (kNumPushWarps + kNumTellWarps + kNumSumWarps) * 32;
 constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using RowPieces = Pieces<kRowBytes, kMostPieceBytes>;  // of a row that is added up
 constexpr int kVecsPerLane = (RowPieces::kBytes / 16 + 31) / 32;
 using Rows = Home<kNumRanks, kNumLocalExperts, kNumTopk, kRowBytes, elem_t, true>;
 using Pipe = RowPipe<RowPieces::kBytes, kNumStages>;
+using FlagsOfRows = Brought<(kNumTellWarps > 0)>;
 CUEP_LAUNCH(kNumThreads, kNumPushWarps* Pipe::kSmemBytes)
 
 // Rows that make up the answer to a message: lane k has that of k, or -1. The whole warp calls.
@@ -132,7 +134,8 @@ CUEP_DEVICE void add_piece(const uint8_t* staged,
 
 // One push warp's share of the messages that this rank answers. Pieces are brought into shared memory kNumStages ahead,
 // across the messages.
-CUEP_DEVICE void push_sums(const Params& p, const Operation& op, const int32_t* recv_base, int warp, Pipe pipe) {
+CUEP_DEVICE void push_sums(
+    const Params& p, const Operation& op, const int32_t* recv_base, int warp, FlagsOfRows brought, Pipe pipe) {
     const int lane = lane_idx();
     Rows::Walk walk(p.rank, recv_base, warp, kNumPushWarps);
     PieceWalk ahead(p, walk);
@@ -168,20 +171,19 @@ CUEP_DEVICE void push_sums(const Params& p, const Operation& op, const int32_t* 
         if (p.row_weight_grads != nullptr && lane < kNumTopk) {
             Rows::staged_grads(p, dst, p.rank, slot_there)[lane] = slot < 0 ? 0.0f : p.row_weight_grads[slot];
         }
-        __syncwarp();  // what all lanes stored is released by one; pairs with the wait in sum_token
-        if (lane == 0) st_release_sys(Rows::flag_of(p, dst, p.rank, slot_there), tagged(op, 0));
+        brought.note([&] { st_release_sys(Rows::flag_of(p, dst, p.rank, slot_there), tagged(op, 0)); });
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_partial(const __grid_constant__ Params p) {
     CUEP_DYNAMIC_SMEM(smem);
     if (is_skipped(p, Op::kCombine, (p.state->refused | p.state->unrouted) != 0)) return;
-    Rows::combine<kNumPushWarps, kNumSumWarps>(
+    Rows::combine<kNumPushWarps, kNumTellWarps, kNumSumWarps>(
         p,
         p.expert_offsets[kNumLocalExperts],
         p.is_weighted,
-        [&](const Operation& op, const int32_t* recv_base, int warp) {
-            push_sums(p, op, recv_base, warp, Pipe(smem, warp, kNumPushWarps));
+        [&](const Operation& op, const int32_t* recv_base, int warp, FlagsOfRows brought) {
+            push_sums(p, op, recv_base, warp, brought, Pipe(smem, warp, kNumPushWarps));
         },
         [&](int64_t) { return static_cast<const uint8_t*>(nullptr); },  // own sums are staged as well
         [&](int64_t message, int k) {

@@ -13,15 +13,16 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
-constexpr int kNumPushWarps = 7, kNumSumWarps = 12, kNumStages = 8, kMostPieceBytes = 3584;
+constexpr int kNumPushWarps = 7, kNumTellWarps = 0, kNumSumWarps = 12, kNumStages = 2, kMostPieceBytes = 131072;
 using elem_t = cuep::bf16_t;
 #endif
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
 CUEP_TUNABLE(kNumPushWarps, 7, 1);
+CUEP_TUNABLE(kNumTellWarps, 0, 1);
 CUEP_TUNABLE(kNumSumWarps, 12, 1);
-CUEP_TUNABLE(kNumStages, 8, 4);
-CUEP_TUNABLE(kMostPieceBytes, 3584, 256);  // of a row that is pushed
+CUEP_TUNABLE(kNumStages, 2, 4);
+CUEP_TUNABLE(kMostPieceBytes, 131072, 256);  // of a row that is pushed
 
 using namespace cuep;
 
@@ -59,10 +60,11 @@ struct Params {
     bool is_refused;  // publish kRefused instead of pushing
 };
 
-constexpr int kNumThreads = (kNumPushWarps + kNumSumWarps) * 32;
+constexpr int kNumThreads = (kNumPushWarps + kNumTellWarps + kNumSumWarps) * 32;
 using RowPieces = Pieces<kRowBytes, kMostPieceBytes>;
 using Pipe = RowPipe<RowPieces::kBytes, kNumStages>;
 using Rows = Home<kNumRanks, kNumExperts / kNumRanks, kNumTopk, kRowBytes, elem_t, false>;
+using FlagsOfRows = Brought<(kNumTellWarps > 0)>;
 CUEP_LAUNCH(kNumThreads, kNumPushWarps* Pipe::kSmemBytes)
 
 // The pieces of the rows that a push warp answers, row by row.
@@ -84,7 +86,8 @@ struct PieceWalk {
 };
 
 // One push warp's share of the rows that this rank answers.
-CUEP_DEVICE void push_rows(const Params& p, const Operation& op, const int32_t* recv_base, int warp, Pipe pipe) {
+CUEP_DEVICE void push_rows(
+    const Params& p, const Operation& op, const int32_t* recv_base, int warp, FlagsOfRows brought, Pipe pipe) {
     const int lane = lane_idx();
     pipe.move_and_tell(
         PieceWalk{Rows::Walk(p.rank, recv_base, warp, kNumPushWarps)},
@@ -98,24 +101,23 @@ CUEP_DEVICE void push_rows(const Params& p, const Operation& op, const int32_t* 
                 Rows::staged_grads(p, dst, p.rank, slot)[lane] = p.row_weight_grads[at.walk.row() * kNumTopk + lane];
             }
         },
-        [&](const PieceWalk& at) {  // pairs with the wait in sum_token
+        [&](const PieceWalk& at) {
             if (!at.is_last()) return;
             fence_proxy_async();
-            if (lane == 0) {
-                st_release_sys(Rows::flag_of(p, at.walk.peer(), p.rank, at.walk.slot()), tagged(op, 0));
-            }
+            brought.note(
+                [&] { st_release_sys(Rows::flag_of(p, at.walk.peer(), p.rank, at.walk.slot()), tagged(op, 0)); });
         });
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_push(const __grid_constant__ Params p) {
     CUEP_DYNAMIC_SMEM(smem);
     if (is_skipped(p, Op::kCombine, (p.state->refused | p.state->unrouted) != 0)) return;
-    Rows::combine<kNumPushWarps, kNumSumWarps>(
+    Rows::combine<kNumPushWarps, kNumTellWarps, kNumSumWarps>(
         p,
         p.recv_base[kNumRanks],
         true,
-        [&](const Operation& op, const int32_t* recv_base, int warp) {
-            push_rows(p, op, recv_base, warp, Pipe(smem, warp, kNumPushWarps));
+        [&](const Operation& op, const int32_t* recv_base, int warp, FlagsOfRows brought) {
+            push_rows(p, op, recv_base, warp, brought, Pipe(smem, warp, kNumPushWarps));
         },
         [&](int64_t row) { return p.expert_out + row * p.expert_out_stride; },
         [&](int64_t row, int k) { return p.row_weight_grads[row * kNumTopk + k]; });

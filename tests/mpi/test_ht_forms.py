@@ -706,6 +706,14 @@ PLANTED = [
         False,
     ),
     (
+        "flags are released for rows that are still to be brought",
+        "include/cuep/ht_home.cuh",
+        "ld_acquire_block(brought + lane_idx()) : 0;",
+        "num_told + !walk.is_over() : 0;",
+        {},
+        False,
+    ),
+    (
         "a flag is released when its row is only read",
         "include/cuep/row_pipe.cuh",
         "bulk_wait<kLate>();",
@@ -749,8 +757,8 @@ PLANTED = [
     ),
     (
         "partial releases a sum that its other lanes have not stored",
-        "ht_combine_partial.cu",
-        "__syncwarp();  // what all lanes stored is released by one; pairs with the wait in sum_token",
+        "include/cuep/ht_home.cuh",
+        "__syncwarp();  // what all lanes stored is released by one",
         "",
         EXPERT_MAJOR,
         False,

@@ -41,7 +41,7 @@ typedef unsigned long long uintptr_t;
 #define CUEP_LAUNCH_EARLY(threads, smem_bytes) CUEP_LAUNCH_FACTS(threads, smem_bytes, 1)
 
 // A constant that cuep/jit.py defines before it includes the kernel: CUEP_TUNABLE(name, GPU default, CPU default).
-#define CUEP_TUNABLE(name, gpu_default, cpu_default) static_assert(name > 0, #name " must be positive")
+#define CUEP_TUNABLE(name, gpu_default, cpu_default) static_assert(name >= 0, #name " must not be negative")
 
 namespace cuep {
 

@@ -2,6 +2,9 @@
 // store them into the owner's staging, each with its flag; sum warps add up this rank's own tokens as their rows
 // arrive: fp32, in order of rank, then bias, rounded once. A kernel says how it makes a row that it pushes, and where
 // its own term of a sum is.
+//
+// A release waits for all that is under way to the peers, which takes several microseconds where much is. So flags may
+// have a warp of their own (kNumTellWarps): then the warps that push go on, and rows that are there share a release.
 #pragma once
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
@@ -14,6 +17,26 @@ namespace cuep {
 
 constexpr uint32_t kUnweighted = 1u << 29;  // in a word of totals: this rank applies no weights
 constexpr uint32_t kHasGrads = 1u << 30;    // in a word of totals: gradients of weights come with the rows
+
+// Of a push warp: the rows that it has brought home, for the warp that tells their owners, if there is one.
+template <bool kHasTeller>
+struct Brought {
+    uint32_t* count;  // shared memory
+    uint32_t num_rows = 0;
+
+    // One more is there, with all that belongs to it. release(): tells its owner. The whole warp calls.
+    template <class Release>
+    CUEP_DEVICE void note(Release release) {
+        __syncwarp();  // what all lanes stored is released by one
+        num_rows++;
+        if (lane_idx() != 0) return;
+        if constexpr (kHasTeller) {
+            st_release_block(count, num_rows);  // pairs with the wait in tell
+        } else {
+            release();  // pairs with the wait in sum_token
+        }
+    }
+};
 
 // E: element type. kIsOwnStaged: a rank's rows for its own tokens go through staging, too.
 template <int kRanks, int kExpertsPerRank, int kTopk, int kBytes, class E, bool kIsOwnStaged>
@@ -167,6 +190,28 @@ struct Home {
         return true;
     }
 
+    // Releases the flags of rows that push warps have brought; lane w follows the walk of warp w. The whole warp calls.
+    template <int kNumPushWarps, class Params>
+    static CUEP_DEVICE void tell(const Params& p,
+                                 const Operation& op,
+                                 const int32_t* recv_base,
+                                 const uint32_t* brought) {
+        const bool has_warp = lane_idx() < kNumPushWarps;
+        Walk walk(p.rank, recv_base, has_warp ? lane_idx() : 0, kNumPushWarps);
+        uint32_t num_told = 0;
+        while (__any_sync(0xffffffffu, has_warp && !walk.is_over())) {
+            const uint32_t num_brought = has_warp ? ld_acquire_block(brought + lane_idx()) : 0;
+            if (!__any_sync(0xffffffffu, num_brought != num_told)) {
+                relax();
+                continue;
+            }
+            fence_acq_rel_sys();  // with the stores behind it a release; pairs with the wait in sum_token
+            for (; num_told != num_brought; num_told++, walk.advance()) {
+                st_relaxed_sys(flag_of(p, walk.peer(), p.rank, walk.slot()), tagged(op, 0));
+            }
+        }
+    }
+
     static CUEP_DEVICE void add(float (&sum)[kElemsPerVec], uint4 vec) {
         float term[kElemsPerVec];
         unpack<E>(vec, term);
@@ -174,17 +219,27 @@ struct Home {
         for (int c = 0; c < kElemsPerVec; c++) sum[c] = __fadd_rn(sum[c], term[c]);
     }
 
-    // The whole operation. num_needed: rows that expert_out must have. push(op, recv_base, warp) pushes a warp's share.
-    template <int kNumPushWarps, int kNumSumWarps, class Params, class Push, class OwnRow, class OwnGrad>
+    // The whole operation. num_needed: rows that expert_out must have. push(op, recv_base, warp, brought) pushes a
+    // warp's share.
+    template <int kNumPushWarps,
+              int kNumTellWarps,
+              int kNumSumWarps,
+              class Params,
+              class Push,
+              class OwnRow,
+              class OwnGrad>
     static CUEP_DEVICE void combine(
         const Params& p, int32_t num_needed, bool is_weighted, Push push, OwnRow own_row, OwnGrad own_grad) {
         static_assert((kNumPushWarps + kNumSumWarps) * 32 > kRanks, "one thread for each rank, and one for the sum");
+        static_assert(kNumPushWarps <= 32 && kNumTellWarps <= 1, "a lane for each push warp");
+        __shared__ uint32_t brought[kNumPushWarps];
         __shared__ int32_t recv_base[kRanks + 1];
         __shared__ Verdict verdict;
         const int tid = threadIdx.x, warp = warp_idx();
         const bool is_refused = p.is_refused || num_needed > p.num_rows;  // of this rank
         const Operation op = begin_operation(p, Op::kCombine);
         if (tid <= kRanks) recv_base[tid] = p.recv_base[tid];
+        if (tid < kNumPushWarps) brought[tid] = 0;
 
         // staging must have been read by its owners before it is written again
         const bool is_off = is_broken(op);
@@ -199,12 +254,14 @@ struct Home {
         }
 
         // push warps send all they owe and wait for nobody; sum warps first hear from every rank
-        if (warp < kNumPushWarps) {
+        constexpr bool kHasTeller = kNumTellWarps > 0;
+        if (warp < kNumPushWarps + kNumTellWarps) {
             if constexpr (kNumDsts > 0) {
-                if (!is_refused) push(op, recv_base, warp);
+                if (warp < kNumPushWarps && !is_refused) push(op, recv_base, warp, Brought<kHasTeller>{brought + warp});
+                if (warp >= kNumPushWarps && !is_refused) tell<kNumPushWarps>(p, op, recv_base, brought);
             }
         } else {
-            const int lane = lane_idx(), sum_warp = warp - kNumPushWarps;
+            const int lane = lane_idx(), sum_warp = warp - kNumPushWarps - kNumTellWarps;
             uint32_t total = 0;
             if (lane < kRanks) is_ok = wait_word(op, total_of(p, p.rank, lane), lane, total);
             is_ok = __all_sync(0xffffffffu, is_ok);

@@ -6,8 +6,9 @@
 //   threads did, if a barrier or an acquire lies between) to whoever reads the value with an acquire load.
 // gpu / sys: the observers are on the same device / anywhere, including other GPUs and the host.
 //
-// All pointers are to global memory (own, peer or pinned host memory), never to shared memory. Every asm is volatile
-// with a "memory" clobber: the compiler may neither drop nor merge it, nor move other accesses across it.
+// All pointers are to global memory (own, peer or pinned host memory); the two accesses with `block` in their names are
+// to shared memory, between the warps of a block. Every asm is volatile with a "memory" clobber: the compiler may
+// neither drop nor merge it, nor move other accesses across it.
 #pragma once
 
 #include <cuep/base.cuh>
@@ -122,6 +123,13 @@ CUEP_DEVICE void relax(CUEP_CPU_CALLER) {
     cpu::relax({file, line});
 }
 
+CUEP_DEVICE void st_release_block(uint32_t* ptr, uint32_t value) {
+    cpu::scoped_store<__ATOMIC_RELEASE>(ptr, value);
+}
+CUEP_DEVICE uint32_t ld_acquire_block(const uint32_t* ptr) {
+    return cpu::scoped_load<__ATOMIC_ACQUIRE>(ptr);
+}
+
 CUEP_DEVICE uint64_t now_ns() {
     return cpu::now_ns();
 }
@@ -220,6 +228,18 @@ CUEP_DEVICE uint4 ld_line(const uint4* ptr, bool is_flag_second) {
 
 // Called in every loop that waits for memory to change. The polling load itself paces the loop on the GPU.
 CUEP_DEVICE void relax() {}
+
+CUEP_DEVICE void st_release_block(uint32_t* ptr, uint32_t value) {
+    const uint32_t address = uint32_t(__cvta_generic_to_shared(ptr));
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+CUEP_DEVICE uint32_t ld_acquire_block(const uint32_t* ptr) {
+    const uint32_t address = uint32_t(__cvta_generic_to_shared(ptr));
+    uint32_t value;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
 
 // Nanoseconds of a clock that all blocks of a device share. For time-outs: it may tick as coarsely as 1 us.
 CUEP_DEVICE uint64_t now_ns() {
