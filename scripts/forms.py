@@ -1,42 +1,59 @@
-"""One small checked benchmark of each form named, in one process: what compute-sanitizer watches in gpu_check.py.
+"""Checked benchmarks of each form named, all in one process, as the start takes longest.
 
-mpirun -n 2 python -m mpi4py scripts/forms.py ll ll:layout=rank_major ht:layout=expert_major:alignment=4
-(mode[:setting=value...], as cuep.bench.workload.Options has them, 1 for True; ll with few tokens and with more, as
-these are different kernels)
+mpirun -n 4 python -m mpi4py scripts/forms.py [--json FILE] ll:tokens=128 ll:tokens=128:layout=rank_major ht:tokens=4096
+(mode[:setting=value...], as cuep.bench.workload.Options has them, 1 for True)
+
+Without tokens a form is a small one, for compute-sanitizer to watch; of ll both with lines and with flags, which are
+different kernels. With tokens it is what `python -m cuep bench` times: hidden 7168, top-8 of 256, in a CUDA graph.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import cuep
-from cuep import layout
 from cuep.bench import runner
 from cuep.bench.workload import Options
 
-TOKENS = {"ll": (5, layout.LINE_TOKENS + 1), "ht": (5,)}
+_ARE_BOOL = {field.name for field in dataclasses.fields(Options) if isinstance(field.default, bool)}
 
 
-def options_of(form: str, tokens: int) -> Options:
+def options_of(form: str, *, has_graphs: bool) -> list[Options]:
     mode, *settings = form.split(":")
-    given: dict[str, Any] = {
-        name: int(value) if value.isdigit() else value for name, value in (text.split("=") for text in settings)
-    }
-    given |= {name: bool(given[name]) for name in ("zero_padding", "with_out") if name in given}
-    hidden = 384 if "quant" in form else 264
-    return Options(mode, tokens=tokens, hidden=hidden, experts=8, topk=3, check=True, iterations=1, **given)
+    given: dict[str, Any] = {}
+    for name, value in (text.split("=", 1) for text in settings):
+        given[name] = bool(int(value)) if name in _ARE_BOOL else int(value) if value.isdigit() else value
+    if "tokens" in given:
+        return [Options(mode, **({"hidden": 7168, "experts": 256, "topk": 8, "graph": has_graphs} | given), check=True)]
+    small = {"tokens": 5, "hidden": 384 if "quant" in given else 264, "experts": 8, "topk": 3, "iterations": 1}
+    variants = ["default"]
+    if mode == "ll":
+        is_partial = given.get("reduce") == "per_rank" or given.get("layout") == "rank_major"
+        variants.append(f"dispatch=direct+combine={'partial' if is_partial else 'direct'}")
+    return [Options(mode, **(small | given), check=True, variants=(variant,)) for variant in variants]
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="forms.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
+    parser.add_argument("forms", nargs="+", metavar="FORM")
+    chosen = parser.parse_args()
     with cuep.init() as world, world.backend.active():
-        wrong = []
-        for form in sys.argv[1:]:
-            for tokens in TOKENS[form[:2]]:
-                found = runner.run(world, options_of(form, tokens))[1]
-                wrong += [f"{form}, {tokens} tokens: {text}" for text in found]
+        records, wrong = [], []
+        for form in chosen.forms:
+            for options in options_of(form, has_graphs=world.backend.name == "cuda"):
+                made, found = runner.run(world, options)
+                records += made
+                wrong += [f"{form}, {options.variants[0]}: {text}" for text in found]
                 if world.rank == 0:
-                    print("ran", form, tokens, flush=True)
+                    print("ran", form, options.variants[0], flush=True)
+                    if chosen.json:  # whatever happens to the next, this one is there
+                        chosen.json.write_text(json.dumps(records, indent=1) + "\n")
         for text in wrong:
             print("WRONG", text, flush=True)
         world.comm.barrier()

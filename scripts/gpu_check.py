@@ -26,27 +26,33 @@ from cuep.tables import print_table
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "timeout_method=thread"]
 FULL_SECONDS, QUICK_SECONDS = 470, 170  # under 8 and 3 minutes, with room to end the last stage
-LL_TOKENS, QUICK_LL_TOKENS, HT_TOKENS = (1, 8, 64, 128), (1, 128), 4096
-# (mode, tokens, further arguments of cuep bench), beside the plain forms
-OTHER_BENCHES = (
-    ("ll", 128, ("--layout", "rank_major")),
-    ("ll", 128, ("--reduce", "per_rank")),
-    ("ll", 128, ("--layout", "rank_major", "--quant", "fp8_block128")),
-    ("ll", 128, ("--layout", "rank_major", "--in-place")),
-    ("ll", 128, ("--combine-quant", "fp8_block128", "--staged")),
-    ("ll", 128, ("--reduce", "per_rank", "--quant", "fp8_block128")),
-    ("ht", HT_TOKENS, ("--layout", "expert_major", "--alignment", "128")),
-    ("ht", HT_TOKENS, ("--quant", "fp8_block128", "--with-out")),
-)
+# as scripts/forms.py names them; all of a mode in one process
+BENCHED = {
+    "ll": (
+        *("ll:tokens=1", "ll:tokens=8", "ll:tokens=64", "ll:tokens=128"),
+        *("ll:tokens=128:layout=rank_major", "ll:tokens=128:layout=rank_major:quant=fp8_block128"),
+        *("ll:tokens=128:reduce=per_rank", "ll:tokens=128:reduce=per_rank:quant=fp8_block128:staged=1"),
+        *("ll:tokens=128:layout=rank_major:in_place=1", "ll:tokens=128:combine_quant=fp8_block128", "ll:tokens=512"),
+    ),
+    "ht": (
+        *("ht:tokens=4096:floor=1", "ht:tokens=4096:layout=expert_major:alignment=128"),
+        *("ht:tokens=4096:quant=fp8_block128", "ht:tokens=4096:num_sms=8"),
+    ),
+}
+QUICK_BENCHED = {"ll": ("ll:tokens=1", "ll:tokens=128"), "ht": ("ht:tokens=4096:floor=1",)}
 QUICK_SANITIZER = (("memcheck", "ll"), ("synccheck", "ht"))  # memcheck takes half a minute
-# as scripts/forms.py names them; all of a mode in one process, as the start takes longest
 SANITIZED = {
     "ll": (
         *("ll", "ll:layout=rank_major", "ll:reduce=per_rank"),
         "ll:layout=rank_major:quant=fp8_block128:in_place=1",
         "ll:reduce=per_rank:quant=fp8_block128:combine_quant=logfmt10",
     ),
-    "ht": ("ht:with_out=1", "ht:layout=expert_major:alignment=4:zero_padding=1", "ht:quant=fp8_block128", "ht"),
+    "ht": (
+        "ht:num_sms=8",
+        "ht:layout=expert_major:alignment=4:zero_padding=1",
+        "ht:with_out=1",
+        "ht:quant=fp8_block128",
+    ),
 }
 NUM_RACECHECKED = 2  # forms of a mode: it is the slowest of the tools
 # Kernels of many shapes take their time to compile: these files run on two ranks only, the others on the most.
@@ -185,15 +191,12 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
         runner.results.versions = json.loads(info.read_text())
 
     run_startup(runner, most)
-    for tokens in QUICK_LL_TOKENS if quick else LL_TOKENS:
-        run_bench(runner, most, "ll", tokens)
-    run_bench(runner, most, "ht", HT_TOKENS, "--floor")
-    for mode, tokens, extra in OTHER_BENCHES:
-        run_bench(runner, most, mode, tokens, *extra)
+    for mode, forms in (QUICK_BENCHED if quick else BENCHED).items():
+        run_bench(runner, most, mode, forms)
 
     sanitizer = find_sanitizer()
     if quick:
-        run_tests(runner, most, 90, FEW_TESTS)
+        run_tests(runner, most, 60, FEW_TESTS)
         for tool, mode in () if sanitizer is None else QUICK_SANITIZER:
             run_sanitizer(runner, str(sanitizer), tool, mode, min(2, num_gpus))
     else:
@@ -201,19 +204,19 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
         run_tests(
             runner,
             most,
-            180,
+            80,
             [name for name in files if name not in CASE_TESTS + FORM_TESTS + SLOW_TESTS],
             has_large=True,
         )
         if num_gpus < 8:
             # More ranks than GPUs is slow and says nothing about speed, but 8 ranks reach what 4 do not.
-            run_tests(runner, 8, 60, ["tests/mpi"])
+            run_tests(runner, 8, 25, ["tests/mpi"])
         run_on_pairs(runner, num_gpus, sanitizer)
     if sanitizer is None:
         print("compute-sanitizer was not found: not run")
         runner.results.sanitizer.append({"tool": None, "note": "compute-sanitizer was not found"})
     if not quick:
-        run_job_tests(runner, num_gpus, limit_s=100)
+        run_job_tests(runner, num_gpus, limit_s=90)
 
 
 def run_on_pairs(runner: Runner, num_gpus: int, sanitizer: Path | None) -> None:
@@ -223,14 +226,14 @@ def run_on_pairs(runner: Runner, num_gpus: int, sanitizer: Path | None) -> None:
     size = min(2, num_gpus)
 
     def line(mode: str, pair: list[str]) -> None:
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(pair)}
+        visible = ",".join(pair)
         if mode == "ll":
-            run_tests(runner, size, 150, CASE_TESTS, name="cases", **env)
-            run_tests(runner, 1, 60, FEW_TESTS, **env)
+            run_tests(runner, size, 40, CASE_TESTS, name="cases", visible=visible)
+            run_tests(runner, 1, 15, FEW_TESTS, visible=visible)
         else:
-            run_tests(runner, size, 170, FORM_TESTS, name="forms", **env)
+            run_tests(runner, size, 65, FORM_TESTS, name="forms", visible=visible)
         for tool in () if sanitizer is None else ("memcheck", "synccheck", "racecheck"):
-            run_sanitizer(runner, str(sanitizer), tool, mode, size, **env)
+            run_sanitizer(runner, str(sanitizer), tool, mode, size, visible=visible)
 
     if num_gpus < 4:
         line("ll", gpus[:size])
@@ -258,19 +261,21 @@ def run_startup(runner: Runner, num_ranks: int) -> None:
 def run_tests(
     runner: Runner,
     num_ranks: int,
-    limit_s: float,
+    seconds: float,
     files: Sequence[str],
     *,
     has_large: bool = False,
     name: str = "",
-    **env: str,
+    visible: str | None = None,
 ) -> None:
-    """has_large: also what takes many seconds or GB."""
+    """The first form of every test, then as many of the others as fit into so many seconds. has_large: also what takes
+    many seconds or GB. visible: CUDA_VISIBLE_DEVICES."""
     report = runner.out / f"tests_{num_ranks}{name}.xml"
     report.unlink(missing_ok=True)
     command = [*PYTEST, *files, f"--junitxml={report}", *([] if has_large else ["-m", "not large"])]
     title = f"tests, {num_ranks} ranks" + (f", {name}" if name else "")
-    stage, _ = runner.ranks(title, num_ranks, command, limit_s, **env)
+    env = {"CUEP_TEST_SECONDS": str(seconds)} | _seeing(visible)
+    stage, _ = runner.ranks(title, num_ranks, command, seconds + 45, **env)
     if stage.status == 5 and not stage.note:
         stage.is_ok, stage.note = True, "no test for this number of ranks"
     add_report(runner, report, num_ranks)
@@ -290,11 +295,14 @@ def run_job_tests(runner: Runner, num_gpus: int, limit_s: float) -> None:
 
 
 def add_report(runner: Runner, report: Path, ranks: int | str) -> None:
-    summary: dict[str, Any] = {"ranks": ranks, "passed": 0, "failed": 0, "skipped": 0, "failures": []}
+    summary: dict[str, Any] = {"ranks": ranks, "passed": 0, "failed": 0, "skipped": 0, "out_of_time": 0, "failures": []}
     if report.is_file():
         for case in ET.parse(report).iter("testcase"):
             bad = [*case.iter("failure"), *case.iter("error")]
-            outcome = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
+            skipped = case.find("skipped")
+            outcome = "failed" if bad else "passed" if skipped is None else "skipped"
+            if not bad and skipped is not None and skipped.get("message") == "out of time":
+                outcome = "out_of_time"
             summary[outcome] += 1
             for node in bad:
                 text = (node.text or node.get("message") or "")[:4000]
@@ -304,27 +312,31 @@ def add_report(runner: Runner, report: Path, ranks: int | str) -> None:
     runner.save()
 
 
-def run_bench(runner: Runner, num_ranks: int, mode: str, tokens: int, *extra: str) -> None:
-    form = [word.strip("-") for word in extra]
-    records = runner.out / f"{'_'.join(['bench', mode, str(tokens), *form])}.json"
+def run_bench(runner: Runner, num_ranks: int, mode: str, forms: Sequence[str]) -> None:
+    records = runner.out / f"bench_{mode}.json"
     records.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "cuep", "bench", mode, "--tokens", str(tokens), "--check", "--json", str(records)]
-    runner.ranks(" ".join([f"bench {mode}, {tokens} tokens", *form]), num_ranks, [*command, *extra], 60)
+    command = [sys.executable, "-m", "mpi4py", str(ROOT / "scripts/forms.py"), "--json", str(records), *forms]
+    runner.ranks(f"bench {mode}", num_ranks, command, 150)
     if records.is_file():
         runner.results.bench += json.loads(records.read_text())
     runner.save()
 
 
-def run_sanitizer(runner: Runner, sanitizer: str, tool: str, mode: str, num_ranks: int, **env: str) -> None:
+def _seeing(visible: str | None) -> dict[str, str]:
+    return {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+
+
+def run_sanitizer(
+    runner: Runner, sanitizer: str, tool: str, mode: str, num_ranks: int, visible: str | None = None
+) -> None:
     forms = SANITIZED[mode][:NUM_RACECHECKED] if tool == "racecheck" else SANITIZED[mode]
     # Calls that return an error are no finding: NVSHMEM and CuPy probe for what they can do.
     watched = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "9"]
     watched += ["--report-api-errors", "no"] if tool == "memcheck" else []
     command = [*watched, sys.executable, "-m", "mpi4py", str(ROOT / "scripts/forms.py"), *forms]
     # Kernels run many times slower, and peers must not give up on each other.
-    stage, printed = runner.ranks(
-        f"{tool} {mode}", num_ranks, command, 90, CUEP_TIMEOUT_S="55", NVSHMEM_DISABLE_NCCL="1", **env
-    )
+    env = {"CUEP_TIMEOUT_S": "55", "NVSHMEM_DISABLE_NCCL": "1"} | _seeing(visible)
+    stage, printed = runner.ranks(f"{tool} {mode}", num_ranks, command, 90, **env)
     errors = [int(number) for number in re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", printed)]
     if len(errors) < num_ranks and stage.is_ok:
         stage.is_ok, stage.note = False, "not every rank printed a summary"
@@ -352,14 +364,20 @@ def show(results: Results, out: Path) -> None:
         if s["tool"]
     ]
     for record in results.bench:
-        form = f"{record['mode']} {record['layout']} {record['reduce']}"
-        form += "" if record["variant"] == "default" else f" ({record['variant']})"
-        what = f"{form} {record['op']}, {record['tokens']} tokens, {record['ranks']} ranks"
+        what = f"{_form_text(record)} {record['op']}, {record['tokens']} tokens, {record['ranks']} ranks"
         checked = "" if record["checked"] else "  NOT RIGHT"
         rows.append(["bench", what, f"{record['us_median']:.1f} us  {record['gb_per_s']} GB/s{checked}"])
     print_table("gpu_check", ["", "what", "result"], rows)
     bad = [stage.name for stage in results.stages if not stage.is_ok]
     print(f"gpu_check: {'ok' if results.ok else 'FAILED: ' + ', '.join(bad)}  ({out}/results.json, log.txt)")
+
+
+def _form_text(record: dict[str, Any]) -> str:
+    """What the record is of, in the words of the settings that are not cuep's defaults."""
+    named = [str(record[name]) for name in ("mode", "layout", "reduce", "quant") if record[name]]
+    named += [f"{name}={record[name]}" for name in ("combine_quant", "in_place", "num_sms") if record[name]]
+    named += [f"({record[name]})" for name in ("peer", "variant") if record[name] not in (None, "default")]
+    return " ".join(named)
 
 
 def _startup_text(startup: dict[str, Any]) -> str:
@@ -371,6 +389,7 @@ def _startup_text(startup: dict[str, Any]) -> str:
 
 def _test_text(tests: dict[str, Any]) -> str:
     counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
+    counts += f", {tests['out_of_time']} further forms not run for lack of time" if tests["out_of_time"] else ""
     return counts if tests["complete"] else "did not finish: see the log"
 
 

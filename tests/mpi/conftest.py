@@ -3,15 +3,19 @@
 All ranks run the same tests in the same order. After each phase (setup, call, teardown) of a test they exchange how
 it went, and a failure on any rank is a failure on all: ranks stay in step, and rank 0, the only one that prints, shows
 every rank's message. A rank that hangs is ended by pytest-timeout's thread, and the launcher then ends the others.
+
+CUEP_TEST_SECONDS=S: the first form of every test comes first, and what has not begun after S seconds is skipped.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -24,6 +28,8 @@ import cuep
 _MAX_UNMARKED_RANKS = 4
 
 _collection_errors: list[str] = []
+_start = time.monotonic()
+_seconds = float(os.environ.get("CUEP_TEST_SECONDS", "inf"))
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +83,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+    if _seconds < float("inf"):
+        seen: set[str] = set()
+        later = []
+        for item in items:
+            test = item.nodeid.split("[")[0]
+            later.append(test in seen)
+            seen.add(test)
+        items[:] = [item for which in (False, True) for item, late in zip(items, later, strict=True) if late is which]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -86,6 +100,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for rank, (theirs, errors) in enumerate(everyone):
         if theirs != everyone[0][0]:
             raise pytest.UsageError(f"rank {rank} does not collect the same tests as rank 0:\n{errors or theirs}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if _seconds < float("inf") and verdict_comm().bcast(time.monotonic() - _start > _seconds):
+        pytest.skip("out of time")
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
