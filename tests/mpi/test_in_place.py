@@ -168,7 +168,8 @@ def test_settings_that_do_not_fit(world: Any) -> None:
             in_place_config(**changes)
     with pytest.raises(cuep.ArgumentError, match="variants.*line"):
         cuep.Group(world, in_place_config(max_tokens_per_rank=4, variants={"dispatch": "line"}))
-    cfg, plain = in_place_config(in_place=2), in_place_config(in_place=0)
+    flags = {"dispatch": "direct", "combine": "partial"}  # as rows in place have
+    cfg, plain = in_place_config(in_place=2, variants=flags), in_place_config(in_place=0, variants=flags)
     used, unused = cuep.footprint(cfg, world.size), cuep.footprint(plain, world.size)
     rows = int(np.prod((world.size, 20, cfg.row_bytes)))
     assert used["handle"] == unused["handle"] == used["in_place_handle"] + rows and unused["in_place_handle"] == 0
