@@ -234,12 +234,20 @@ def _unreachable(rank: int, gpus: list[Gpu], everyone: list[RankGpu]) -> CuepErr
 
     mine = everyone[rank]
     ordinals = {gpu.uuid: gpu.ordinal for gpu in gpus}
+    has_atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     for other, place in enumerate(everyone):
         ordinal = ordinals.get(place.gpu.uuid)
         if place.host != mine.host or ordinal is None or place.gpu.uuid == mine.gpu.uuid:
             continue
         devices = [check(driver.cuDeviceGet(number)) for number in (mine.gpu.ordinal, ordinal)]
-        if not check(driver.cuDeviceCanAccessPeer(*devices)):
+        if check(driver.cuDeviceCanAccessPeer(*devices)):
+            if not check(driver.cuDeviceGetP2PAttribute(has_atomics, *devices)):  # NVLink has them
+                _log.warning(
+                    "ranks %d and %d: NVLink does not connect their GPUs. mode='ll' must be told to use flags there,"
+                    " variants={'dispatch': 'direct', 'combine': 'direct'} ('partial' with reduce='per_rank'):"
+                    " rows as lines may arrive torn", rank, other,
+                )  # fmt: skip
+        else:
             return BackendUnavailable(
                 f"rank {rank} ({mine.gpu.uuid}) cannot access the memory of rank {other} ({place.gpu.uuid}) on host"
                 f" {mine.host}: these GPUs have no peer-to-peer link (see nvidia-smi topo -p2p r)"
