@@ -226,7 +226,9 @@ class LowLatency:
         if not layout.uses_lines(cfg, op):
             return {} if on_cpu else {"kNumThreads": threads_for(row_bytes // 16)}
         num_blocks = self._group.world.backend.num_processors
-        parts = parts_of_rows(cfg, self._group.num_ranks, min(cfg.num_sms or num_blocks, num_blocks))
+        num_blocks = min(cfg.num_sms or num_blocks, num_blocks)
+        fewest = 2 if on_cpu else 1  # blocks are few there, but what teams do together must show
+        parts = parts_of_rows(cfg, self._group.num_ranks, num_blocks, fewest)
         pieces = 8 * layout.num_lines(row_bytes)
         return {"kParts": parts} | ({} if on_cpu else {"kNumThreads": threads_for(-(-pieces // parts))})
 
@@ -236,14 +238,14 @@ class LowLatency:
         return (np.arange(group.num_local_experts + 1) * rows).astype(np.int32)
 
 
-def parts_of_rows(cfg: GroupConfig, num_ranks: int, num_blocks: int) -> int:
+def parts_of_rows(cfg: GroupConfig, num_ranks: int, num_blocks: int, fewest: int = 1) -> int:
     """How many blocks share a row that travels as lines: 8 or 4 where that leaves every row that a rank receives blocks
-    of its own, 2 where it leaves every token such; else, and where there are hardly any blocks, 1."""
+    of its own, 2 where it leaves every token such, else `fewest`; 1 where there are hardly any blocks."""
     if num_blocks < _LEAST_BLOCKS:
         return 1
     tokens = cfg.max_tokens_per_rank
     rows = tokens * max(1, num_ranks - 1)
-    return next((parts for parts, units in ((8, rows), (4, rows), (2, tokens)) if units * parts <= num_blocks), 1)
+    return next((parts for parts, units in ((8, rows), (4, rows), (2, tokens)) if units * parts <= num_blocks), fewest)
 
 
 def _check_rows(view: View, name: str, shape: tuple[int, ...], dtype: str) -> None:

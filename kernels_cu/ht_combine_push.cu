@@ -18,7 +18,7 @@ using elem_t = cuep::bf16_t;
 #endif
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
-CUEP_TUNABLE(kNumPushWarps, 7, 1);
+CUEP_TUNABLE(kNumPushWarps, 7, 2);
 CUEP_TUNABLE(kNumTellWarps, 0, 1);
 CUEP_TUNABLE(kNumSumWarps, 12, 1);
 CUEP_TUNABLE(kNumStages, 2, 4);

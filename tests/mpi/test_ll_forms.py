@@ -345,6 +345,33 @@ def test_staged_pipelines(world: Any, reseed: Any, monkeypatch: Any, form: str, 
                     job.handle.close()
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("reduce", ["exact", "per_rank"])
+def test_lines_arrive_whole(world: Any, reduce: str) -> None:
+    """Rows with other bits in every call go to the next rank and come home: no value of an earlier call is left."""
+    is_gpu = world.backend.name == "cuda"
+    xp, num_tokens, hidden = world.backend.xp, 64, 7168 if is_gpu else 264
+    variants = {"dispatch": "line", "combine": "line" if reduce == "exact" else "line_partial"}
+    cfg = config(
+        "ll", num_experts=world.size, num_topk=1, hidden=hidden, max_tokens_per_rank=num_tokens, reduce=reduce,
+        variants=variants,
+    )  # fmt: skip
+    with cuep.Group(world, cfg) as group:
+        ids = to_device(world, np.full((num_tokens, 1), (world.rank + 1) % world.size, np.int32))
+        handle = group.create_handle(ids)
+        x = to_device(world, np.zeros((num_tokens, hidden), layout.dtype_of("bfloat16")))
+        place = xp.arange(x.size, dtype=xp.uint32).reshape(x.shape) * xp.uint32(2654435761)
+        num_wrong = xp.zeros((), xp.int64)
+        for number in range(500 if is_gpu else 10):
+            bits = (place + xp.uint32(number * 40503 + world.rank * 977)) >> xp.uint32(13)
+            bits = ((bits & xp.uint32(0xBFFF)) | xp.uint32(0x0080)).astype(xp.uint16)  # no zeros, infinities or NaN
+            x.view(xp.uint16)[...] = bits
+            y = handle.combine(handle.dispatch(x).tokens)
+            num_wrong = num_wrong + (y.view(xp.uint16) != bits).sum()
+        group.check()
+        assert int(num_wrong) == 0
+
+
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
 def test_a_send_that_needs_a_taken_buffer(world: Any, op: str) -> None:
     """With num_buffers sends not completed the next is refused on every rank, and the group goes on afterwards."""
@@ -505,8 +532,8 @@ PLANTED = [
     (
         "lines are taken as they are",
         "include/cuep/line.cuh",
-        "if (!__any_sync(0xffffffffu, missing.is_any)) {",
-        "if (true) {",
+        "if (!__any_sync(0xffffffffu, missing.is_any)) return true;",
+        "return true;",
         "rank_major, lines",
         {},
     ),

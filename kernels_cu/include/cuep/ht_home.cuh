@@ -232,6 +232,7 @@ struct Home {
         const Params& p, int32_t num_needed, bool is_weighted, Push push, OwnRow own_row, OwnGrad own_grad) {
         static_assert((kNumPushWarps + kNumSumWarps) * 32 > kRanks, "one thread for each rank, and one for the sum");
         static_assert(kNumPushWarps <= 32 && kNumTellWarps <= 1, "a lane for each push warp");
+        static_assert(kNumPushWarps > 0 && kNumSumWarps > 0, "somebody pushes, and somebody adds up");
         __shared__ uint32_t brought[kNumPushWarps];
         __shared__ int32_t recv_base[kRanks + 1];
         __shared__ Verdict verdict;

@@ -23,12 +23,12 @@ CUEP_DEVICE constexpr int slot_pieces(int num_packets) {
 
 // This thread's pieces of a row, to a slot in a peer's memory. By whole warps.
 CUEP_DEVICE void store_lines(uint4* slot, const uint4 (&row)[kPiecesPerThread], uint32_t epoch) {
-    __syncwarp();
 #pragma unroll
     for (int j = 0; j < kPiecesPerThread; j++) {
         const int piece = piece_at(j);
         uint4 v = row[j];
         if (is_half(piece)) (is_upper_half(piece) ? v.y : v.w) = epoch;
+        __syncwarp();  // the lanes of a line store it together
         st_line(slot + piece, v, piece < kNumPieces, is_upper_half(piece));
     }
 }
@@ -67,16 +67,18 @@ CUEP_DEVICE void note_line(const Operation& op, uint4 v, int piece, int peer, Mi
 template <class Ask>
 CUEP_DEVICE bool wait_lines(const Operation& op, Ask ask) {
     uint64_t since_ns = 0;
-    int last = -1;  // of the peers that this thread has waited for
-    __syncwarp();
+    int last = -1;  // the peer that this thread waits for
     for (uint32_t spin = 1;; spin++) {
         Missing missing{0, 0, false};
+        __syncwarp();  // the lanes of a line load it together
         ask(missing);
-        if (!__any_sync(0xffffffffu, missing.is_any)) {
-            if (kHasStats && last >= 0) note_wait(op, last);
-            return true;
+        if (missing.is_any) {
+            last = missing.peer;
+        } else if (kHasStats && last >= 0) {
+            note_wait(op, last);
+            last = -1;
         }
-        if (missing.is_any) last = missing.peer;
+        if (!__any_sync(0xffffffffu, missing.is_any)) return true;
         if (spin % kSpinsPerClock == 0) {
             const bool is_over =
                 missing.is_any &&

@@ -416,7 +416,7 @@ CUEP_DEVICE bool receive_rows(const Params& p, const Counts& counts, Take take) 
     if constexpr (kNumPeers > 0) {
         const int most = most_rows(p, counts), wave = min(most, num_teams());
         int slot = first_to_receive(), distance = 1, first = 0;
-        while (first < most) {
+        while (first < most && team() < num_teams()) {
             if (slot >= wave) {  // on to the next peer, or to the next wave of the first
                 slot -= wave;
                 if (++distance < kNumRanks) continue;

@@ -9,6 +9,7 @@ namespace cuep {
 // A row in pieces of at most kMostBytes, of which each is a multiple of 16 bytes and all but the last are alike.
 template <int kRowBytes, int kMostBytes>
 struct Pieces {
+    static_assert(kMostBytes % 16 == 0, "else a piece could begin beyond the row");
     static constexpr int kCount = (kRowBytes + kMostBytes - 1) / kMostBytes;
     static constexpr int kBytes = (kRowBytes + kCount * 16 - 1) / (kCount * 16) * 16;
 
