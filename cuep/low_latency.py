@@ -55,6 +55,7 @@ class LowLatency:
     def __init__(self, group: Group) -> None:
         cfg = group.cfg
         self._group = group
+        _check_links(group)
         self._combine_shape = layout.combine_shape(cfg, group.num_ranks)
         is_rank_major = cfg.layout == "rank_major"
         shape: dict[str, Constant] = {
@@ -236,6 +237,18 @@ class LowLatency:
         group = self._group
         rows = group.num_ranks * group.cfg.max_tokens_per_rank
         return (np.arange(group.num_local_experts + 1) * rows).astype(np.int32)
+
+
+def _check_links(group: Group) -> None:
+    """Raise ArgumentError, on all ranks, where rows would travel as lines over what may tear them (line.cuh)."""
+    far = [pair for pair in group.world.backend.not_over_nvlink if set(pair) <= set(group.members)]
+    for op in _OPS:
+        if far and layout.uses_lines(group.cfg, op):
+            flags = "partial" if op == "combine" and group.cfg.reduce == "per_rank" else "direct"
+            raise ArgumentError(
+                f"variants[{op!r}]={layout.variant(group.cfg, op)!r} is not allowed where NVLink does not connect the"
+                f" GPUs, as of ranks {far[0][0]} and {far[0][1]}; allowed: {flags!r}"
+            )
 
 
 def parts_of_rows(cfg: GroupConfig, num_ranks: int, num_blocks: int, fewest: int = 1) -> int:

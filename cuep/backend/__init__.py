@@ -82,6 +82,7 @@ class Backend(Protocol):
     target: str
     num_processors: int  # blocks of a kernel that are worth having: one for each multiprocessor
     max_smem_bytes: int  # shared memory of a block; 0 = there is no such thing
+    not_over_nvlink: list[tuple[int, int]]  # ranks that reach one another in another way; the same on all ranks
     xp: Any
 
     def active(self) -> AbstractContextManager[Any]: ...  # inside, xp works on this backend's device

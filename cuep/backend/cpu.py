@@ -50,6 +50,7 @@ class CpuBackend:
             raise ArgumentError(f"device={device!r} is not allowed on the cpu backend; allowed: None, 0")
         self.comm = comm
         self.description = _cpu_name()
+        self.not_over_nvlink: list[tuple[int, int]] = []
         self._synchronous = SynchronousStream()
         self._streams: weakref.WeakSet[CpuStream] = weakref.WeakSet()
         self._libraries: dict[Path, ctypes.CDLL] = {}

@@ -46,7 +46,7 @@ class CudaBackend:
 
     def __init__(self, comm: Comm, device: int | None = None, *, cooperative: bool = True) -> None:
         self.xp = _import_cupy(comm)
-        gpu, self.places = choose_gpu(comm, device)
+        gpu, self.places, self.not_over_nvlink = choose_gpu(comm, device)
         raise_together(comm, _take_gpu(gpu.ordinal, gpu.uuid, comm.rank))
         self.comm = comm
         self.device = gpu.ordinal

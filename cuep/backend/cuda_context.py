@@ -136,8 +136,9 @@ class RankGpu:
     gpu: Gpu
 
 
-def choose_gpu(comm: Comm, device: int | None) -> tuple[Gpu, list[RankGpu]]:
-    """The GPU of this rank, and every rank's (collective). Raises on all ranks what is wrong on any.
+def choose_gpu(comm: Comm, device: int | None) -> tuple[Gpu, list[RankGpu], list[tuple[int, int]]]:
+    """The GPU of this rank, every rank's, and the pairs of ranks that reach one another, but not over NVLink
+    (collective). Raises on all ranks what is wrong on any.
 
     device: an index among the visible GPUs; None takes the rank's number on its host, modulo the visible GPUs.
     """
@@ -155,8 +156,9 @@ def choose_gpu(comm: Comm, device: int | None) -> tuple[Gpu, list[RankGpu]]:
     everyone = [RankGpu(*place) for place in zip(hosts, comm.allgather(chosen), strict=True)]
     if comm.rank == 0:
         _warn_of_sharing(everyone)
-    raise_together(comm, _unreachable(comm.rank, gpus, everyone))
-    return everyone[comm.rank].gpu, everyone
+    error, not_over_nvlink = _reach(comm.rank, gpus, everyone)
+    raise_together(comm, error)
+    return everyone[comm.rank].gpu, everyone, [pair for pairs in comm.allgather(not_over_nvlink) for pair in pairs]
 
 
 def wake(device: int | None, is_begun: Event) -> None:
@@ -228,28 +230,26 @@ def _warn_of_sharing(everyone: list[RankGpu]) -> None:
         _log.warning("several ranks share a GPU: %s; results are right, timings mean nothing", "; ".join(shared))
 
 
-def _unreachable(rank: int, gpus: list[Gpu], everyone: list[RankGpu]) -> CuepError | None:
-    """What keeps this rank from the memory of another on its host, as far as can be seen from here."""
+def _reach(rank: int, gpus: list[Gpu], everyone: list[RankGpu]) -> tuple[CuepError | None, list[tuple[int, int]]]:
+    """What keeps this rank from the memory of another on its host, as far as can be seen from here, and the pairs of
+    it and a rank that it reaches, but not over NVLink."""
     from cuda.bindings import driver
 
     mine = everyone[rank]
     ordinals = {gpu.uuid: gpu.ordinal for gpu in gpus}
-    has_atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    has_atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED  # as NVLink alone has
+    not_over_nvlink: list[tuple[int, int]] = []
     for other, place in enumerate(everyone):
         ordinal = ordinals.get(place.gpu.uuid)
         if place.host != mine.host or ordinal is None or place.gpu.uuid == mine.gpu.uuid:
             continue
         devices = [check(driver.cuDeviceGet(number)) for number in (mine.gpu.ordinal, ordinal)]
-        if check(driver.cuDeviceCanAccessPeer(*devices)):
-            if not check(driver.cuDeviceGetP2PAttribute(has_atomics, *devices)):  # NVLink has them
-                _log.warning(
-                    "ranks %d and %d: NVLink does not connect their GPUs. mode='ll' must be told to use flags there,"
-                    " variants={'dispatch': 'direct', 'combine': 'direct'} ('partial' with reduce='per_rank'):"
-                    " rows as lines may arrive torn", rank, other,
-                )  # fmt: skip
-        else:
-            return BackendUnavailable(
+        if not check(driver.cuDeviceCanAccessPeer(*devices)):
+            error = BackendUnavailable(
                 f"rank {rank} ({mine.gpu.uuid}) cannot access the memory of rank {other} ({place.gpu.uuid}) on host"
                 f" {mine.host}: these GPUs have no peer-to-peer link (see nvidia-smi topo -p2p r)"
             )
-    return None
+            return error, []
+        if not check(driver.cuDeviceGetP2PAttribute(has_atomics, *devices)):
+            not_over_nvlink.append((rank, other))
+    return None, not_over_nvlink

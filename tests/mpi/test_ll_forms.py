@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 from harness import examples, planted_bug, to_device, to_host
 from hypothesis import strategies as st
-from moe import Step, check_combined, check_received, config, expected_y, random_step, run_experts, tagged_rows
+from moe import (
+    Step,
+    check_combined,
+    check_received,
+    config,
+    expected_y,
+    random_step,
+    run_experts,
+    run_step,
+    tagged_rows,
+)
 
 import cuep
 from cuep import env, layout, reference
@@ -370,6 +380,17 @@ def test_lines_arrive_whole(world: Any, reduce: str) -> None:
             num_wrong = num_wrong + (y.view(xp.uint16) != bits).sum()
         group.check()
         assert int(num_wrong) == 0
+
+
+@pytest.mark.ranks(2, 4)
+def test_lines_need_nvlink(world: Any, monkeypatch: Any) -> None:
+    """Other links may tear a line: where two ranks have such a link, all refuse the group, but not one with flags."""
+    monkeypatch.setattr(world.backend, "not_over_nvlink", [(1, 0)])
+    for variants, op in (({}, "dispatch"), ({"dispatch": "direct"}, "combine")):
+        with pytest.raises(cuep.ArgumentError, match=rf"variants\['{op}'\]='line.*ranks 1 and 0; allowed: 'direct'"):
+            cuep.Group(world, config("ll", variants=variants, max_tokens_per_rank=6))
+    with cuep.Group(world, config("ll", variants={"dispatch": "direct", "combine": "direct"})) as group:
+        run_step(world, group, random_step(world, group.cfg, 1, 5))
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine"])

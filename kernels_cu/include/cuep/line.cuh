@@ -5,8 +5,8 @@
 //
 // What this stands on is the hardware, not PTX's memory model, which knows no access of a warp: a GPU stores 128
 // aligned bytes of one instruction of a warp as one, also over NVLink, and loads them as one. NCCL's protocol LL128
-// stands on the same, and NCCL takes it where all GPUs are linked by NVLink. (Between GPUs on PCIe alone: take the
-// variants "direct" and "partial".) On the CPU the lane with the epoch stores last and loads first.
+// stands on the same, and NCCL takes it where all GPUs are linked by NVLink. (Where they are not, the group is
+// refused.) On the CPU the lane with the epoch stores last and loads first.
 //
 // What travels beside a row are packets: 12 bytes and the epoch, stored and loaded in one access of 16 bytes, which is
 // atomic by the memory model, too.
