@@ -116,7 +116,9 @@ class GroupConfig:
         allocator: where arrays outside the symmetric heap come from: a pair alloc(bytes) -> address, free(address), or
             (cuda) a CuPy allocator, bytes -> MemoryPointer. None: the backend's own (CuPy's current pool). May differ
             between ranks.
-        variants: operation -> kernel variant, for example {"dispatch": "direct"}; see kernels_cu/README.md.
+        variants: operation -> kernel variant, for example {"dispatch": "direct"}; see kernels_cu/README.md. ll: up to
+            128 tokens rows travel in a form that counts on NVLink; a group of GPUs on other links is refused and must
+            name "direct" here, with reduce="per_rank" for combine "partial".
     """
 
     mode: str
