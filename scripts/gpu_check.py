@@ -212,13 +212,13 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
         run_tests(
             runner,
             most,
-            80,
+            60,
             [name for name in files if name not in CASE_TESTS + FORM_TESTS + SLOW_TESTS],
             has_large=True,
         )
         if num_gpus < 8:
             # More ranks than GPUs is slow and says nothing about speed, but 8 ranks reach what 4 do not.
-            run_tests(runner, 8, 25, ["tests/mpi"])
+            run_tests(runner, 8, 15, ["tests/mpi"])
         run_on_pairs(runner, num_gpus, sanitizer)
     if sanitizer is None:
         print("compute-sanitizer was not found: not run")
@@ -239,7 +239,7 @@ def run_on_pairs(runner: Runner, num_gpus: int, sanitizer: Path | None) -> None:
             run_tests(runner, size, 40, CASE_TESTS, name="cases", visible=visible)
             run_tests(runner, 1, 15, FEW_TESTS, visible=visible)
         else:
-            run_tests(runner, size, 65, FORM_TESTS, name="forms", visible=visible)
+            run_tests(runner, size, 50, FORM_TESTS, name="forms", visible=visible)
         for tool in () if sanitizer is None else ("memcheck", "synccheck", "racecheck"):
             run_sanitizer(runner, str(sanitizer), tool, mode, size, visible=visible)
 
