@@ -51,6 +51,28 @@ def test_gpu_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_context._pick([], None, 0, 3)
 
 
+def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank cannot reach is an error, what it does not reach over NVLink is noted; sharing a GPU is neither."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    places = [RankGpu("here", GPUS[0]), RankGpu("here", GPUS[1]), RankGpu("here", GPUS[0]), RankGpu("there", GPUS[1])]
+    links = {"access": 1, "atomics": 1}
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda ordinal: (0, 100 + ordinal))
+    monkeypatch.setattr(driver, "cuDeviceCanAccessPeer", lambda mine, theirs: (0, links["access"]))
+
+    def attribute(which: Any, mine: int, theirs: int) -> tuple[int, int]:
+        assert which.name.endswith("NATIVE_ATOMIC_SUPPORTED") and {mine, theirs} == {100, 101}
+        return 0, links["atomics"]
+
+    monkeypatch.setattr(driver, "cuDeviceGetP2PAttribute", attribute)
+    assert cuda_context._reach(0, GPUS, places) == (None, [])
+    links["atomics"] = 0
+    assert cuda_context._reach(0, GPUS, places) == (None, [(0, 1)])
+    assert cuda_context._reach(1, GPUS, places) == (None, [(1, 0), (1, 2)])
+    links["access"] = 0
+    error, _ = cuda_context._reach(1, GPUS, places)
+    assert isinstance(error, BackendUnavailable) and "rank 1 (GPU-1) cannot access the memory of rank 0" in str(error)
+
+
 def test_gpu_that_is_too_old() -> None:
     """E18."""
     old = Gpu(0, "GPU-0", "T4", (7, 5))
