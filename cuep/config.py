@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from cuep import env
 from cuep.errors import ArgumentError
 
@@ -160,11 +162,11 @@ class GroupConfig:
         self._choose("combine_dtype", tuple(DTYPE_BYTES) if is_forward else (self.dtype, *DTYPE_BYTES))
         self._choose("overflow", ("raise", "drop"))
         self._choose("expert_ids", ("local", "global"))
-        for name in ("mask", "arrival_stats"):
+        for name in ("mask", "arrival_stats", "zero_padding"):
             value = getattr(self, name)
-            _require(isinstance(value, bool), name, value, "True or False")
-            _require(self.mode == "ll" or not value, name, value, "False with mode='ht'")
-        _require(isinstance(self.zero_padding, bool), "zero_padding", self.zero_padding, "True or False")
+            _require(isinstance(value, (bool, np.bool_)), name, value, "True or False")
+            object.__setattr__(self, name, bool(value))
+            _require(self.mode == "ll" or not value or name == "zero_padding", name, value, "False with mode='ht'")
         for name, most in _MOST.items():
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 object.__setattr__(self, name, _count(getattr(self, name), name, most))

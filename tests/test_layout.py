@@ -133,7 +133,8 @@ def test_footprint_needs_a_split_of_experts() -> None:
 
 
 def test_numpy_numbers_are_numbers() -> None:
-    cfg = config(num_experts=np.int64(256), hidden=np.int32(7168), timeout_s=np.float32(2))
+    cfg = config(num_experts=np.int64(256), hidden=np.int32(7168), timeout_s=np.float32(2), mask=np.bool_(True))
+    assert cfg.mask is True
     assert cfg == config(timeout_s=2.0) and hash(cfg) == hash(config(timeout_s=2.0))
 
 
