@@ -30,7 +30,7 @@ def test_low_latency_arena_is_small() -> None:
     """256 experts, 8 ranks, 128 tokens, 7168, bfloat16; peers need 938 MiB and more."""
     assert cuep.footprint(config(), 8)["symmetric"] < 62 * MIB
     for change in ({"reduce": "per_rank"}, {"layout": "rank_major"}):
-        assert cuep.footprint(config(**change), 8)["symmetric"] < 52 * MIB
+        assert cuep.footprint(config(**change), 8)["symmetric"] < 54 * MIB
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])
@@ -135,7 +135,8 @@ def test_footprint_needs_a_split_of_experts() -> None:
 def test_numpy_numbers_are_numbers() -> None:
     cfg = config(num_experts=np.int64(256), hidden=np.int32(7168), timeout_s=np.float32(2), mask=np.bool_(True))
     assert cfg.mask is True
-    assert cfg == config(timeout_s=2.0) and hash(cfg) == hash(config(timeout_s=2.0))
+    same = config(timeout_s=2.0, mask=True)
+    assert cfg == same and hash(cfg) == hash(same)
 
 
 def test_unknown_variants_are_named() -> None:
