@@ -64,6 +64,7 @@ FORM_TESTS = (
     *("tests/mpi/test_combine_quant.py", "tests/mpi/test_ht_quant.py"),
 )
 SLOW_TESTS = ("tests/mpi/test_train_moe.py",)  # CuPy compiles a kernel for each of its many expressions
+LAST_TESTS = ("tests/mpi/test_cycles.py", "tests/mpi/test_demo_and_bench.py")  # each takes many seconds
 FEW_TESTS = (
     "tests/mpi/test_steps.py",
     "tests/mpi/test_refusals.py",
@@ -209,10 +210,11 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
             run_sanitizer(runner, str(sanitizer), tool, mode, min(2, num_gpus))
     else:
         files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/mpi").glob("test_*.py"))]
+        files = list(FEW_TESTS) + [name for name in files if name not in FEW_TESTS + LAST_TESTS] + list(LAST_TESTS)
         run_tests(
             runner,
             most,
-            60,
+            80,
             [name for name in files if name not in CASE_TESTS + FORM_TESTS + SLOW_TESTS],
             has_large=True,
         )
@@ -237,7 +239,7 @@ def run_on_pairs(runner: Runner, num_gpus: int, sanitizer: Path | None) -> None:
         visible = ",".join(pair)
         if mode == "ll":
             run_tests(runner, size, 40, CASE_TESTS, name="cases", visible=visible)
-            run_tests(runner, 1, 15, FEW_TESTS, visible=visible)
+            run_tests(runner, 1, 8, FEW_TESTS, visible=visible)
         else:
             run_tests(runner, size, 50, FORM_TESTS, name="forms", visible=visible)
         for tool in () if sanitizer is None else ("memcheck", "synccheck", "racecheck"):
