@@ -553,8 +553,8 @@ PLANTED = [
     (
         "lines are taken as they are",
         "include/cuep/line.cuh",
-        "if (!__any_sync(0xffffffffu, missing.is_any)) return true;",
-        "return true;",
+        "if (!__any_sync(0xffffffffu, missing.is_any)) break;",
+        "break;",
         "rank_major, lines",
         {},
     ),

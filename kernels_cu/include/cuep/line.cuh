@@ -68,6 +68,7 @@ template <class Ask>
 CUEP_DEVICE bool wait_lines(const Operation& op, Ask ask) {
     uint64_t since_ns = 0;
     int last = -1;  // the peer that this thread waits for
+    bool is_ok = true;
     for (uint32_t spin = 1;; spin++) {
         Missing missing{0, 0, false};
         __syncwarp();  // the lanes of a line load it together
@@ -78,15 +79,18 @@ CUEP_DEVICE bool wait_lines(const Operation& op, Ask ask) {
             note_wait(op, last);
             last = -1;
         }
-        if (!__any_sync(0xffffffffu, missing.is_any)) return true;
+        if (!__any_sync(0xffffffffu, missing.is_any)) break;
         if (spin % kSpinsPerClock == 0) {
             const bool is_over =
                 missing.is_any &&
                 give_up(op, Phase::kRows, missing.peer, static_cast<uint32_t>(op.epoch), missing.seen, since_ns);
-            if (__any_sync(0xffffffffu, is_over)) return false;
+            is_ok = !__any_sync(0xffffffffu, is_over);
+            if (!is_ok) break;
         }
-        relax();
+        relax_warp();
     }
+    end_polling();
+    return is_ok;
 }
 
 }  // namespace cuep

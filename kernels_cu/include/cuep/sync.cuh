@@ -130,6 +130,17 @@ CUEP_DEVICE uint32_t ld_acquire_block(const uint32_t* ptr) {
     return cpu::scoped_load<__ATOMIC_ACQUIRE>(ptr);
 }
 
+// The same where a whole warp polls: what its lanes tell each other in such a loop is not that something happens.
+CUEP_DEVICE void relax_warp(CUEP_CPU_CALLER) {
+    cpu::current->is_polling = true;
+    cpu::relax({file, line});
+}
+
+// Behind that loop.
+CUEP_DEVICE void end_polling() {
+    cpu::current->is_polling = false;
+}
+
 CUEP_DEVICE uint64_t now_ns() {
     return cpu::now_ns();
 }
@@ -228,6 +239,8 @@ CUEP_DEVICE uint4 ld_line(const uint4* ptr, bool is_flag_second) {
 
 // Called in every loop that waits for memory to change. The polling load itself paces the loop on the GPU.
 CUEP_DEVICE void relax() {}
+CUEP_DEVICE void relax_warp() {}
+CUEP_DEVICE void end_polling() {}
 
 CUEP_DEVICE void st_release_block(uint32_t* ptr, uint32_t value) {
     const uint32_t address = uint32_t(__cvta_generic_to_shared(ptr));

@@ -75,6 +75,7 @@ struct Fiber {
     // What the fiber brings to a warp collective and, afterwards, its result.
     uint64_t value = 0;
     int source_lane = 0;
+    bool is_polling = false;  // with its warp: see relax_warp
 
     uint32_t lane() const { return thread_idx.x % 32; }
 };

@@ -10,7 +10,7 @@ namespace cuep {
 namespace cpu {
 
 inline void wait_in(Block& block, Fiber* self, Wait wait, Site site) {
-    block.note_progress();
+    if (!self->is_polling || wait == Wait::kSyncThreads) block.note_progress();
     self->wait = wait;
     self->site = site;
 }
