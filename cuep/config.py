@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numbers
 import operator
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
-
-import numpy as np
 
 from cuep import env
 from cuep.errors import ArgumentError
@@ -164,9 +163,11 @@ class GroupConfig:
         self._choose("expert_ids", ("local", "global"))
         for name in ("mask", "arrival_stats", "zero_padding"):
             value = getattr(self, name)
-            _require(isinstance(value, (bool, np.bool_)), name, value, "True or False")
+            _require(_is_bool(value), name, value, "True or False")
             object.__setattr__(self, name, bool(value))
-            _require(self.mode == "ll" or not value or name == "zero_padding", name, value, "False with mode='ht'")
+        for name in ("mask", "arrival_stats"):
+            value = getattr(self, name)
+            _require(self.mode == "ll" or not value, name, value, "False with mode='ht'")
         for name, most in _MOST.items():
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 object.__setattr__(self, name, _count(getattr(self, name), name, most))
@@ -371,6 +372,12 @@ def _checked_variants(variants: Any, mode: str) -> Mapping[str, str]:
     _require(is_mapping and all(isinstance(v, str) for v in variants.values()), "variants", variants, rule)
     _require(all(_is_one_of(op, _OPERATIONS[mode]) for op in variants), "variants", variants, rule)
     return MappingProxyType(dict(variants))
+
+
+def _is_bool(value: Any) -> bool:
+    """Python's or NumPy's; whoever has one of NumPy's has imported NumPy, which `import cuep` leaves to those."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_))
 
 
 def _require(condition: bool, name: str, given: object, allowed: str) -> None:

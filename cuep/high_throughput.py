@@ -19,6 +19,7 @@ from cuep.launching import (
     elem_type,
     given_address,
     load_kernels,
+    most_blocks,
     sent_row,
     set_combine,
     set_count,
@@ -85,8 +86,7 @@ class HighThroughput:
         route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
         out = row_pipeline(room, "kNumWarps", 6, 2, smem_bytes)
-        num_blocks = min(cfg.num_sms or _FEW_BLOCKS + 1, group.world.backend.num_processors)
-        in_pieces = not self._is_flat or num_blocks <= _FEW_BLOCKS
+        in_pieces = not self._is_flat or most_blocks(group) <= _FEW_BLOCKS
         piece, num_ahead = (_PIECE_BYTES, 8) if in_pieces else (cfg.combine_row_bytes, 2)
         home = row_pipeline(min(cfg.combine_row_bytes, piece), "kNumPushWarps", 7, num_ahead, smem_bytes)
         if home:  # else the kernels' own defaults

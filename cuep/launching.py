@@ -127,6 +127,12 @@ def threads_for(num_vecs: int, most: int = 512) -> int:
     return max(64, -(-threads // 32) * 32)
 
 
+def most_blocks(group: Group) -> int:
+    """That a kernel of the group may have: one for each multiprocessor, or GroupConfig.num_sms."""
+    num_processors = group.world.backend.num_processors
+    return min(group.cfg.num_sms or num_processors, num_processors)
+
+
 def address(array: Array) -> int:
     """Device address of a NumPy or CuPy array."""
     return int(array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr)

@@ -21,7 +21,7 @@ REPORT_BYTES = 172  # struct Report
 WORD_BYTES = 8  # {epoch, value}
 MASK_BYTES = 40  # struct MaskWords of mask.cuh
 # max_tokens_per_rank up to which rows travel as lines, by default
-LINE_TOKENS = {"dispatch": 128, "combine exact": 64, "combine per_rank": 128}
+LINE_TOKENS = {("dispatch", "direct"): 128, ("combine", "direct"): 64, ("combine", "partial"): 128}
 IN_PLACE = ("tokens", "scales")  # what lies in symmetric memory where rows are received in place
 READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
@@ -94,16 +94,18 @@ def _ll_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     }
 
 
+def flag_variant(cfg: GroupConfig, op: str) -> str:
+    """The kernel of an operation in ll whose rows have flags beside them."""
+    return "partial" if op == "combine" and cfg.reduce == "per_rank" else "direct"
+
+
 def variant(cfg: GroupConfig, op: str) -> str:
     """The kernel of an operation in ll: as GroupConfig.variants says, else the one that is fastest for groups of this
     size (measured: kernels_cu/README.md)."""
-    is_partial = op == "combine" and cfg.reduce == "per_rank"
+    own = flag_variant(cfg, op)
     takes_lines = not (cfg.combine_quant if op == "combine" else cfg.in_place)
-    most_tokens = LINE_TOKENS[op if op == "dispatch" else f"{op} {cfg.reduce}"]
-    if takes_lines and cfg.max_tokens_per_rank <= most_tokens:
-        own = "line_partial" if is_partial else "line"
-    else:
-        own = "partial" if is_partial else "direct"
+    if takes_lines and cfg.max_tokens_per_rank <= LINE_TOKENS[op, own]:
+        own = {"direct": "line", "partial": "line_partial"}[own]
     return cfg.variants.get(op, own)
 
 

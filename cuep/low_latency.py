@@ -19,6 +19,7 @@ from cuep.launching import (
     changed,
     elem_type,
     load_kernels,
+    most_blocks,
     sent_row,
     set_combine,
     set_count,
@@ -226,8 +227,7 @@ class LowLatency:
         cfg, on_cpu = self._group.cfg, self._group.world.backend.name == "cpu"
         if not layout.uses_lines(cfg, op):
             return {} if on_cpu else {"kNumThreads": threads_for(row_bytes // 16)}
-        num_blocks = self._group.world.backend.num_processors
-        num_blocks = min(cfg.num_sms or num_blocks, num_blocks)
+        num_blocks = most_blocks(self._group)
         fewest = 2 if on_cpu else 1  # blocks are few there, but what teams do together must show
         parts = parts_of_rows(cfg, self._group.num_ranks, num_blocks, fewest)
         pieces = 8 * layout.num_lines(row_bytes)
@@ -244,10 +244,10 @@ def _check_links(group: Group) -> None:
     far = [pair for pair in group.world.backend.not_over_nvlink if set(pair) <= set(group.members)]
     for op in _OPS:
         if far and layout.uses_lines(group.cfg, op):
-            flags = "partial" if op == "combine" and group.cfg.reduce == "per_rank" else "direct"
             raise ArgumentError(
                 f"variants[{op!r}]={layout.variant(group.cfg, op)!r} is not allowed where NVLink does not connect the"
-                f" GPUs, as of ranks {far[0][0]} and {far[0][1]}; allowed: {flags!r}"
+                f" GPUs, as of ranks {far[0][0]} and {far[0][1]}; allowed:"
+                f" {layout.flag_variant(group.cfg, op)!r}"
             )
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import cuep
+from cuep import layout
 from cuep.bench import runner
-from cuep.bench.workload import Options
+from cuep.bench.workload import Options, group_config
 
 _ARE_BOOL = {field.name for field in dataclasses.fields(Options) if isinstance(field.default, bool)}
 
@@ -31,11 +32,11 @@ def options_of(form: str, *, has_graphs: bool) -> list[Options]:
     if "tokens" in given:
         return [Options(mode, **({"hidden": 7168, "experts": 256, "topk": 8, "graph": has_graphs} | given), check=True)]
     small = {"tokens": 5, "hidden": 384 if "quant" in given else 264, "experts": 8, "topk": 3, "iterations": 1}
-    variants = ["default"]
-    if mode == "ll":
-        is_partial = given.get("reduce") == "per_rank" or given.get("layout") == "rank_major"
-        variants.append(f"dispatch=direct+combine={'partial' if is_partial else 'direct'}")
-    return [Options(mode, **(small | given), check=True, variants=(variant,)) for variant in variants]
+    with_lines = Options(mode, **(small | given), check=True)
+    if mode == "ht":
+        return [with_lines]
+    home = layout.flag_variant(group_config(with_lines, {}), "combine")
+    return [with_lines, dataclasses.replace(with_lines, variants=(f"dispatch=direct+combine={home}",))]
 
 
 def main() -> int:

@@ -106,15 +106,10 @@ class Results:
 
 
 class Runner:
-    """Runs stages until the time is up; their output goes to the log.
-
-    Attributes:
-        share: of the seconds that tests have on four GPUs, where lines of stages run beside one another.
-    """
+    """Runs stages until the time is up; their output goes to the log."""
 
     def __init__(self, out: Path, seconds: float) -> None:
         self.out = out
-        self.share = 1.0
         self.results = Results()
         self._end = time.monotonic() + seconds
         self._log = (out / "log.txt").open("w")
@@ -181,7 +176,6 @@ def main() -> int:
     found = re.search(r"gpus (\d+)", printed)
     num_gpus = int(found[1]) if found else 0
     runner.results.gpus = num_gpus
-    runner.share = 1.0 if num_gpus >= 4 else 0.6
     if num_gpus:
         check(runner, num_gpus, options.quick)
     else:
@@ -284,7 +278,7 @@ def run_tests(
     report.unlink(missing_ok=True)
     command = [*PYTEST, *files, f"--junitxml={report}", *([] if has_large else ["-m", "not large"])]
     title = f"tests, {num_ranks} ranks" + (f", {name}" if name else "")
-    seconds *= runner.share
+    seconds *= 1.0 if runner.results.gpus >= 4 else 0.6  # lines of stages run beside one another, or in turn
     env = {"CUEP_TEST_SECONDS": str(seconds)} | _seeing(visible)
     stage, _ = runner.ranks(title, num_ranks, command, seconds + 45, **env)
     if stage.status == 5 and not stage.note:

@@ -203,3 +203,10 @@ def test_compile_fails_if_a_kernel_does(monkeypatch, capsys):
     assert "compile: 0 compiled, 1 cached, 0 skipped, 1 failed" in capsys.readouterr().out
     results.pop()
     assert cli.main(["compile", "--arch", "90,cpu"]) == 0
+
+
+def test_import_is_light() -> None:
+    """What takes long to import waits until it is needed."""
+    code = "import sys, cuep; print([name for name in ('numpy', 'cupy', 'mpi4py') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[]\n"

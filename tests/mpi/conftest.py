@@ -85,12 +85,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
     if _seconds < float("inf"):
         seen: set[str] = set()
-        later = []
-        for item in items:
+
+        def is_other_form(item: pytest.Item) -> bool:
             test = item.nodeid.split("[")[0]
-            later.append(test in seen)
+            is_other = test in seen
             seen.add(test)
-        items[:] = [item for which in (False, True) for item, late in zip(items, later, strict=True) if late is which]
+            return is_other
+
+        items.sort(key=is_other_form)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

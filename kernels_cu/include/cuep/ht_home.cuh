@@ -202,7 +202,7 @@ struct Home {
         while (__any_sync(0xffffffffu, has_warp && !walk.is_over())) {
             const uint32_t num_brought = has_warp ? ld_acquire_block(brought + lane_idx()) : 0;
             if (!__any_sync(0xffffffffu, num_brought != num_told)) {
-                relax();
+                relax_warp();
                 continue;
             }
             fence_acq_rel_sys();  // with the stores behind it a release; pairs with the wait in sum_token
@@ -210,6 +210,7 @@ struct Home {
                 st_relaxed_sys(flag_of(p, walk.peer(), p.rank, walk.slot()), tagged(op, 0));
             }
         }
+        end_polling();
     }
 
     static CUEP_DEVICE void add(float (&sum)[kElemsPerVec], uint4 vec) {

@@ -41,7 +41,7 @@ CUEP_DEVICE int piece_at(int j) {
     return in_part < kPiecesPerPart ? part() * kPiecesPerPart + in_part : kNumPieces;
 }
 
-// Whether a piece has 8 bytes of the row, behind which the line's epoch travels.
+// Whether a piece has 8 bytes of the row, beside which the line's epoch travels.
 CUEP_DEVICE bool is_half(int piece) {
     return kIsLine && piece % kLineLanes == kLineLanes - 1;
 }
@@ -63,10 +63,15 @@ CUEP_DEVICE uint2 half_of(int piece, uint4 v) {
     return is_upper_half(piece) ? make_uint2(v.z, v.w) : make_uint2(v.x, v.y);
 }
 
-// The 16 bytes of a row that nobody writes while this kernel runs. Of a line they may lie beyond the row: then they are
-// of its end, as a branch would keep a thread's loads from being under way side by side.
+// Where in a row those 16 bytes are loaded. Those of a line may lie beyond the row: then they are of its end, as a
+// branch would keep a thread's loads from being under way side by side.
+CUEP_DEVICE int vec_to_load(int piece) {
+    return kIsLine ? min(vec_of(piece), kRowVecs - 1) : piece;
+}
+
+// Of a row that nobody writes while this kernel runs.
 CUEP_DEVICE uint4 load_piece(const uint4* row, int piece) {
-    return load_streaming(row + (kIsLine ? min(vec_of(piece), kRowVecs - 1) : piece));
+    return load_streaming(row + vec_to_load(piece));
 }
 
 // To memory of this rank that a later kernel reads.

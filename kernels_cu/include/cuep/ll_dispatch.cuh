@@ -162,7 +162,7 @@ CUEP_DEVICE void unstage(const Staging& staging, Token& token) {
 #pragma unroll
         for (int j = 0; j < kPiecesPerThread; j++) {
             const int piece = piece_at(j);
-            if (piece < kNumPieces) token.row[j] = staging.row[min(vec_of(piece), kRowVecs - 1)];
+            if (piece < kNumPieces) token.row[j] = staging.row[vec_to_load(piece)];
         }
     }
 }
@@ -408,9 +408,9 @@ CUEP_DEVICE int most_rows(const Params& p, const Counts& counts) {
     return static_cast<int>(most);
 }
 
-// Rows of all peers, in about the order in which they come: take(src, slot) waits for the row and takes it. Each team
-// of a peer has sent a token to the rank after it first, then to the one after that; then its next token. False: gave
-// up.
+// Rows of all peers, in about the order in which they come: take(src, slot) waits for the row and takes it. A team
+// sends its token to the rank after its own first, then to the one after that, and so on; then its next token. False:
+// gave up.
 template <class Params, class Take>
 CUEP_DEVICE bool receive_rows(const Params& p, const Counts& counts, Take take) {
     if constexpr (kNumPeers > 0) {

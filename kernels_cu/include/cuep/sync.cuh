@@ -123,13 +123,6 @@ CUEP_DEVICE void relax(CUEP_CPU_CALLER) {
     cpu::relax({file, line});
 }
 
-CUEP_DEVICE void st_release_block(uint32_t* ptr, uint32_t value) {
-    cpu::scoped_store<__ATOMIC_RELEASE>(ptr, value);
-}
-CUEP_DEVICE uint32_t ld_acquire_block(const uint32_t* ptr) {
-    return cpu::scoped_load<__ATOMIC_ACQUIRE>(ptr);
-}
-
 // The same where a whole warp polls: what its lanes tell each other in such a loop is not that something happens.
 CUEP_DEVICE void relax_warp(CUEP_CPU_CALLER) {
     cpu::current->is_polling = true;
@@ -139,6 +132,13 @@ CUEP_DEVICE void relax_warp(CUEP_CPU_CALLER) {
 // Behind that loop.
 CUEP_DEVICE void end_polling() {
     cpu::current->is_polling = false;
+}
+
+CUEP_DEVICE void st_release_block(uint32_t* ptr, uint32_t value) {
+    cpu::scoped_store<__ATOMIC_RELEASE>(ptr, value);
+}
+CUEP_DEVICE uint32_t ld_acquire_block(const uint32_t* ptr) {
+    return cpu::scoped_load<__ATOMIC_ACQUIRE>(ptr);
 }
 
 CUEP_DEVICE uint64_t now_ns() {
