@@ -90,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--with-out", action="store_true", help="dispatch puts rows into an array of the caller's (default: cuep's own)"
     )
+    bench.add_argument(
+        "--combine-buffer",
+        action="store_true",
+        help="the experts' answers lie in Handle.combine_buffer() (default: in any array)",
+    )
     bench.add_argument("--alignment", type=_count, default=1, help="of zones, ht expert_major (%(default)s)")
     bench.add_argument("--zero-padding", action="store_true", help="dispatch zeroes the padding of zones")
     bench.add_argument("--num-sms", type=_count, help="blocks a kernel may use (default: cuep's choice)")
@@ -229,6 +234,7 @@ def _bench_on(world: World, options: argparse.Namespace) -> int:
         num_sms=options.num_sms,
         routing=options.routing,
         with_out=options.with_out,
+        combine_buffer=options.combine_buffer,
         staged=options.staged,
         groups=options.groups,
         overlap=options.overlap,

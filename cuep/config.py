@@ -108,7 +108,7 @@ class GroupConfig:
             update, on: do not read or write them then. Not even out= keeps the rows before. 0 to 64.
         expert_ids: numbering of Received.topk_idx: "local" (0 to L-1) or "global".
         num_buffers: ll: banks that dispatch and combine each rotate through, 1, 2, 4 or 8. ht: handles that may hold
-            received rows at the same time, 1 to 64.
+            received rows at the same time, and where combine pulls likewise combine buffers, 1 to 64.
         num_sms: blocks that each kernel may use at most. None: chosen by cuep. Groups that are used at the same time
             on one device must fit it together.
         mask: ll: after a PeerTimeout the group can go on without some of its ranks: Group.update_mask.
@@ -119,7 +119,9 @@ class GroupConfig:
             between ranks.
         variants: operation -> kernel variant, for example {"dispatch": "direct"}; see kernels_cu/README.md. ll: up to
             128 tokens rows travel in a form that counts on NVLink; a group of GPUs on other links is refused and must
-            name "direct" here, with reduce="per_rank" for combine "partial".
+            name "direct" here, with reduce="per_rank" for combine "partial". ht flat: {"combine": "pull"} is faster with
+            few multiprocessors where the experts write into Handle.combine_buffer(); it takes num_buffers buffers of
+            the size of Received.tokens.
     """
 
     mode: str

@@ -347,29 +347,35 @@ class Handle:
     def combine_buffer(self, *, stream: Any = None) -> Any:
         """An array of the handle's for the experts to write, of the shape and dtype that combine takes.
 
-        It saves nothing over any other array, as combine sends from wherever the rows are, but it is there, has a fixed
-        address, and is counted by cuep.footprint ("combine_buffer").
+        Where combine pulls (ht, flat, variants={"combine": "pull"}) it is one of the num_buffers combine buffers in
+        symmetric memory, and what lies there need not be copied. The handle holds it until its next combine (for good,
+        if that is captured), so ask again for each: it is the same one if no other handle has taken it.
+
+        Elsewhere it saves nothing over any other array, as combine sends from wherever the rows are, but it is there,
+        has a fixed address, and is counted by cuep.footprint ("combine_buffer").
 
         Args:
             stream: the stream that will write it: it is put behind the group's operations so far. None = the current
                 stream of the backend's own framework.
 
         Raises:
-            OrderError: first use inside a capture. MemoryError: no room for it.
+            OrderError: its first use allocates and is inside a capture. MemoryError: no room for it. ArgumentError:
+                other handles hold all combine buffers.
         """
         group, cfg = self.group, self.group.cfg
         with group.lock:
             group.begin()
             self._check_open()
             chosen = group.world.backend.stream(stream)
-            if "combine_buffer" not in self.arrays:
+            buffer = group.mode.combine_buffer(self)
+            if buffer is None and "combine_buffer" not in self.arrays:
                 if chosen.is_capturing():
                     raise OrderError("combine_buffer: its first use allocates, which a stream capture does not allow")
-                shape = layout.combine_shape(cfg, group.num_ranks)
-                dtype = layout.dtype_of(cfg.combine_dtype)
-                self.arrays["combine_buffer"] = group.world.backend.empty(shape, dtype, cfg.allocator)
+                shape, dtype = layout.combine_buffer(cfg, group.num_ranks)
+                allocated = group.world.backend.empty(shape, layout.dtype_of(dtype), cfg.allocator)
+                self.arrays["combine_buffer"] = allocated
             group.put_behind(chosen)
-            return self.arrays["combine_buffer"]
+            return self.arrays["combine_buffer"] if buffer is None else buffer
 
     def num_recv_tokens(self) -> int:
         """Rows received: ll after dispatch, ht after create_handle or update. Waits for the device.

@@ -51,13 +51,18 @@ class HandleState:
     first_use: int | None = None  # ticket of the first dispatch that was launched with the lease
     is_captured: bool = False  # each replay of a graph receives into that buffer
     is_out: bool = False  # rows of the newest dispatch are in the caller's own array
+    answer: Lease | None = None  # combine buffer, from when the caller asks for it until combine
+    last_answer: int | None = None  # number of the newest
+    is_answer_captured: bool = False  # it is held for good: each replay of a graph uses it
 
 
 class Lease:
-    """One receive buffer, held until it is given back, or until nobody holds the lease: no handle and no Received."""
+    """One receive or combine buffer, held until it is given back, or until nobody holds the lease: no handle and no
+    Received. wanted: the one to take, if it is free."""
 
-    def __init__(self, free_buffers: list[int]) -> None:
-        self.buffer = free_buffers.pop(0)
+    def __init__(self, free_buffers: list[int], wanted: int | None = None) -> None:
+        self.buffer = wanted if wanted in free_buffers else free_buffers[0]
+        free_buffers.remove(self.buffer)
         self.give_back = weakref.finalize(self, free_buffers.append, self.buffer)
 
     @property
@@ -73,6 +78,8 @@ class HighThroughput:
         self._group = group
         self._is_flat = cfg.layout == "flat"
         self._free_buffers = list(range(cfg.num_buffers))
+        self._is_pulled = layout.is_pulled(cfg)
+        self._free_answers = list(range(cfg.num_buffers if self._is_pulled else 0))
         self._max_rows = layout.max_recv_rows(cfg, group.num_ranks)
         group.workspace["high_water"][...] = self._max_rows  # ids of a fresh buffer are no ids either
         routing: dict[str, Constant] = {
@@ -83,7 +90,7 @@ class HighThroughput:
         sent = routing | sent_row(cfg)
         returned = routing | {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
         smem_bytes = group.world.backend.max_smem_bytes
-        route, dispatch, combine = ("ballot", "bulk", "push") if self._is_flat else ("slots", "expand", "partial")
+        route, dispatch = ("ballot", "bulk") if self._is_flat else ("slots", "expand")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
         out = row_pipeline(room, "kNumWarps", 6, 2, smem_bytes)
         in_pieces = not self._is_flat or most_blocks(group) <= _FEW_BLOCKS
@@ -96,7 +103,7 @@ class HighThroughput:
             [
                 KernelSpec("route", route, routing, {}, _ROUTE_BLOCKS),
                 KernelSpec("dispatch", dispatch, sent, out),
-                KernelSpec("combine", combine, returned, home),
+                KernelSpec("combine", layout.combine_variant(cfg), returned, home),
             ],
         )
         self._refusal = self._records(None)
@@ -105,8 +112,11 @@ class HighThroughput:
         return self._records(handle)
 
     def detach(self, handle: Handle) -> None:
-        if handle.state is not None and handle.state.lease is not None:
-            handle.state.lease.give_back()
+        state = handle.state
+        if state is not None:
+            for lease in (state.lease, state.answer):
+                if lease is not None:
+                    lease.give_back()
         handle.state = None
 
     def route(self, handle: Handle, stream: Stream) -> None:
@@ -180,6 +190,72 @@ class HighThroughput:
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         cfg = self._group.cfg
         self._check_rows(expert_out, "expert_out", str(cfg.combine_dtype), cfg.hidden, cfg.combine_row_bytes)
+        if self._is_pulled:
+            self._answer_of(handle, expert_out)
+
+    def combine_buffer(self, handle: Handle) -> Array | None:
+        """Symmetric memory for expert_out, which the handle holds until its next combine; None: the mode has none.
+
+        Raises:
+            ArgumentError: other handles hold all.
+        """
+        if not self._is_pulled:
+            return None
+        state = handle.state
+        if state.answer is None:
+            if not self._free_answers:
+                raise ArgumentError(self._no_answer("combine_buffer"))
+            state.answer = Lease(self._free_answers, state.last_answer)
+        group = self._group
+        shape, dtype = layout.combine_buffer(group.cfg, group.num_ranks)
+        rows = group.region("combine_rows").view(group.world.backend.array_dtype(layout.dtype_of(dtype)))
+        buffers: Array = rows.reshape(group.cfg.num_buffers, *shape)
+        return buffers[state.answer.buffer]
+
+    def _no_answer(self, call: str) -> str:
+        number = self._group.cfg.num_buffers
+        return (
+            f"{call}: all {number} combine buffers are held by other handles; combine or close one, or make the group"
+            f" with num_buffers > {number}"
+        )
+
+    def _answer_of(self, handle: Handle, expert_out: View) -> tuple[int, bool]:
+        """The combine buffer that peers pull from, and whether expert_out is to be copied there.
+
+        Raises:
+            ArgumentError: expert_out is the buffer of another handle, or others hold all.
+        """
+        group, own = self._group, handle.state.answer
+        row_bytes = group.cfg.combine_row_bytes
+        first = group.memory.address + group.arena.offsets["combine_rows"]
+        buffer, offset = divmod(expert_out.address - first, self._max_rows * row_bytes)
+        if 0 <= buffer < group.cfg.num_buffers:
+            is_own = own is not None and own.buffer == buffer
+            if not is_own and buffer not in self._free_answers:
+                raise ArgumentError(
+                    "expert_out lies in a combine buffer that another handle holds; allowed: what this handle's"
+                    " combine_buffer() returned since its last combine, or any other array"
+                )
+            if (is_own or own is None) and offset == 0 and expert_out.strides[0] == row_bytes:
+                return buffer, False
+        free = self._free_answers if own is None else [own.buffer]
+        free = [other for other in free if other != buffer]  # not over what is copied
+        if not free:
+            raise ArgumentError(self._no_answer("expert_out is not combine_buffer(), so it must be copied into one"))
+        return free[0], True
+
+    def _use_answer(self, handle: Handle, record: FastRecord, expert_out: View, stream: Stream) -> None:
+        """Tell a kernel that pulls where its peers find this rank's rows. The handle holds the buffer no longer, unless
+        replays of a graph will use it again."""
+        state = handle.state
+        record["buffer"], record["is_copied"] = self._answer_of(handle, expert_out)
+        state.last_answer = record["buffer"]
+        if stream.is_capturing():
+            state.answer = state.answer or Lease(self._free_answers, state.last_answer)
+            state.is_answer_captured = True
+        elif state.answer is not None and not state.is_answer_captured:
+            state.answer.give_back()
+            state.answer = None
 
     def row_weight_grads_shape(self, handle: Handle) -> tuple[int | None, ...]:
         """Of combine's row_weight_grads; None: at least as many as rows were received."""
@@ -190,6 +266,8 @@ class HighThroughput:
         set_combine(record, handle, call, call.expert_out.strides[0])
         rows = min(self._max_rows, call.expert_out.shape[0])
         record["num_rows"] = rows if grads is None else min(rows, grads.shape[0])
+        if self._is_pulled:
+            self._use_answer(handle, record, call.expert_out, stream)
         return self._combine.launch(record, stream, handle.arrays, *call.objects())
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:

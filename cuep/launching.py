@@ -23,7 +23,7 @@ _PER_CALL = frozenset(
     "x x_stride x_scales x_scales_row_stride x_scales_stride routing topk_idx topk_weights is_int64 num_tokens"
     " num_tokens_at is_count_int64 out out_stride out_rows buffer expert_out expert_out_stride num_rows weights"
     " is_weighted bias bias_stride row_weight_grads weight_grads y y_stride is_send is_receive is_refused"
-    " ticket".split()
+    " is_copied ticket".split()
 )
 _ELEM_TYPES = {"bfloat16": "cuep::bf16_t", "float16": "cuep::fp16_t", "float32": "float"}
 

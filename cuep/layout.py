@@ -144,19 +144,39 @@ def _ht_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
     else:
         regions["dispatch_headers"] = Region(messages * topk * 8)
     regions["dispatch_flags"] = _words(messages)
-    staged = messages - (cfg.max_tokens_per_rank if is_flat else 0)  # flat: own rows are read where they are
     counted = cfg.num_experts // num_ranks if is_flat else cfg.num_experts
-    return regions | {
+    regions |= {
         "route_matrix": _words(ROUTE_BANKS, num_ranks, num_ranks),
         "route_counts": _words(ROUTE_BANKS, num_ranks, counted),
         "dispatch_ready": _words(READY_BANKS, num_ranks),
         "dispatch_arrived": _words(num_ranks),
-        "combine_rows": Region(staged * cfg.combine_row_bytes),
-        "combine_grads": Region(staged * topk * 4),
-        "combine_flags": _words(messages),
         "combine_totals": _words(num_ranks),
         "combine_done": _words(num_ranks),
     }
+    if is_pulled(cfg):
+        return regions | {
+            "combine_rows": Region(buffers * rows * cfg.combine_row_bytes),
+            "combine_grads": Region(rows * topk * 4),
+        }
+    staged = messages - (cfg.max_tokens_per_rank if is_flat else 0)  # flat: own rows are read where they are
+    return regions | {
+        "combine_rows": Region(staged * cfg.combine_row_bytes),
+        "combine_grads": Region(staged * topk * 4),
+        "combine_flags": _words(messages),
+    }
+
+
+def is_pulled(cfg: GroupConfig) -> bool:
+    """ht: whether combine reads rows where the experts' ranks have them, in combine buffers in symmetric memory; of
+    variants made by copying one that does, the name tells."""
+    return cfg.mode == "ht" and cfg.layout == "flat" and combine_variant(cfg).startswith("pull")
+
+
+def combine_variant(cfg: GroupConfig) -> str:
+    """The kernel of combine in ht: as GroupConfig.variants says, else the one that is faster with so many
+    multiprocessors (measured: kernels_cu/README.md)."""
+    own = "partial" if cfg.layout != "flat" else "push"
+    return cfg.variants.get("combine", own)
 
 
 def max_recv_rows(cfg: GroupConfig, num_ranks: int) -> int:
@@ -276,6 +296,11 @@ def combine_shape(cfg: GroupConfig, num_ranks: int) -> tuple[int, ...]:
     return cfg.num_experts // num_ranks, num_ranks * cfg.max_tokens_per_rank, cfg.hidden
 
 
+def combine_buffer(cfg: GroupConfig, num_ranks: int) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of what Handle.combine_buffer returns."""
+    return combine_shape(cfg, num_ranks), str(cfg.combine_dtype)
+
+
 def workspace_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     """What a group owns outside the symmetric arena: control words, and room for refused calls that have no handle."""
     small = (
@@ -319,7 +344,8 @@ def footprint(cfg: GroupConfig, num_ranks: int) -> dict[str, int]:
     Returns:
         {"symmetric": per group, from the symmetric heap; "workspace": per group, from the allocator;
         "handle": per handle, from the allocator; "in_place_handle": the same of the first GroupConfig.in_place handles;
-        "combine_buffer": per handle that asks for one, from the allocator}. Equal to what is then requested.
+        "combine_buffer": per handle that asks for one, from the allocator, 0 where they are part of "symmetric"}. Equal
+        to what is then requested.
 
     Raises:
         ArgumentError: the settings do not work on `num_ranks` ranks.
@@ -332,5 +358,5 @@ def footprint(cfg: GroupConfig, num_ranks: int) -> dict[str, int]:
         "handle": num_bytes(handle_arrays(cfg, num_ranks)),
         "in_place_handle": num_bytes(handle_arrays(cfg, num_ranks, is_in_place=True)) if cfg.in_place else 0,
         "workspace": num_bytes(workspace_arrays(cfg, num_ranks)),
-        "combine_buffer": num_bytes({"": (combine_shape(cfg, num_ranks), str(cfg.combine_dtype))}),
+        "combine_buffer": 0 if is_pulled(cfg) else num_bytes({"": combine_buffer(cfg, num_ranks)}),
     }

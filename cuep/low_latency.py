@@ -151,6 +151,10 @@ class LowLatency:
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
 
+    def combine_buffer(self, handle: Handle) -> Array | None:
+        """There is none: rows are sent from wherever they lie."""
+        return None
+
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         _check_rows(expert_out, "expert_out", self._combine_shape, str(self._group.cfg.combine_dtype))
 

@@ -8,11 +8,11 @@
 #include <cuep/ht_home.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
-constexpr int kNumRanks = 4, kRowBytes = 14336, kNumWarps = 16;
+constexpr int kNumRanks = 4, kRowBytes = 14336, kNumWarps = 32;
 using elem_t = cuep::bf16_t;
 #endif
 // compile: kNumRanks=4 kRowBytes=14336 elem_t=cuep::bf16_t
-CUEP_TUNABLE(kNumWarps, 16, 2);
+CUEP_TUNABLE(kNumWarps, 32, 2);
 
 using namespace cuep;
 
@@ -28,6 +28,7 @@ struct Params {
 
 constexpr int kNumThreads = kNumWarps * 32;
 using Rows = Home<kNumRanks, 1, 1, kRowBytes, elem_t, false>;
+constexpr int kVecs = Rows::kRanksInFlight >= 8 ? 1 : 8 / Rows::kRanksInFlight;
 CUEP_LAUNCH(kNumThreads, 0)
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) floor_combine_pull(const __grid_constant__ Params p) {
@@ -42,6 +43,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) floor_combine_pull(
             terms[r] = row < 0 ? nullptr : reinterpret_cast<const uint4*>(term);
         }
         const uint4* biases[2] = {};
-        Rows::sum_terms(terms, biases, reinterpret_cast<uint4*>(p.y + t * p.y_stride));
+        Rows::sum_terms<kVecs>(terms, biases, reinterpret_cast<uint4*>(p.y + t * p.y_stride));
     }
 }

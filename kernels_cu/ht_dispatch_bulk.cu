@@ -107,6 +107,12 @@ CUEP_DEVICE void store_routing(const Params& p, int t, int dst, int32_t* ids, fl
     if (lane < 2) source[lane] = lane == 0 ? p.rank : t;
 }
 
+// What is known of a token before its row is there.
+struct Plan {
+    int32_t rows;  // row_of_lane
+    GivenScales scales;
+};
+
 // Rows of this rank's tokens, and what belongs to them, to each of their ranks; its own, with `out`, straight there.
 struct Sender {
     const Params& p;
@@ -114,8 +120,8 @@ struct Sender {
 
     CUEP_DEVICE bool is_out(int dst) const { return dst == p.rank && p.out != nullptr; }
 
-    CUEP_DEVICE void store_rows(int t, int32_t rows, uint8_t* staged) const {
-        finish_row(p, t, staged);
+    CUEP_DEVICE void store_rows(const GivenScales& scales, int32_t rows, uint8_t* staged) const {
+        finish_row(scales, staged);
 #pragma unroll
         for (int i = 1; i <= kNumRanks; i++) {
             const int dst = (p.rank + i) % kNumRanks;
@@ -162,9 +168,9 @@ CUEP_DEVICE void send_rows(const Params& p, const uint32_t* buffers, const Token
         walk.step,
         walk.end,
         [&](int t) { return p.x + t * p.x_stride; },
-        [&](int t) { return row_of_lane<kNumRanks>(p, t); },
-        [&](int t, int32_t rows, uint8_t* staged) { sender.store_rows(t, rows, staged); },
-        [&](int t, int32_t rows) { sender.store_routings(t, rows); });
+        [&](int t) { return Plan{row_of_lane<kNumRanks>(p, t), GivenScales(p, t)}; },
+        [&](int, const Plan& plan, uint8_t* staged) { sender.store_rows(plan.scales, plan.rows, staged); },
+        [&](int t, const Plan& plan) { sender.store_routings(t, plan.rows); });
     fence_proxy_async();
 }
 
@@ -181,7 +187,7 @@ CUEP_DEVICE void send_rows_with_flags(
         [](const TokenWalk&) { return uint32_t{kSrcBytes}; },
         [&](const TokenWalk& walk, uint8_t* staged) {
             const int32_t rows = row_of_lane<kNumRanks>(p, walk.t);
-            sender.store_rows(walk.t, rows, staged);
+            sender.store_rows(GivenScales(p, walk.t), rows, staged);
             sender.store_routings(walk.t, rows);
         },
         [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_row

@@ -29,6 +29,8 @@ def options_of(form: str, *, has_graphs: bool) -> list[Options]:
     given: dict[str, Any] = {}
     for name, value in (text.split("=", 1) for text in settings):
         given[name] = bool(int(value)) if name in _ARE_BOOL else int(value) if value.isdigit() else value
+    if "variants" in given:
+        given["variants"] = (given["variants"],)
     if "tokens" in given:
         return [Options(mode, **({"hidden": 7168, "experts": 256, "topk": 8, "graph": has_graphs} | given), check=True)]
     small = {"tokens": 5, "hidden": 384 if "quant" in given else 264, "experts": 8, "topk": 3, "iterations": 1}

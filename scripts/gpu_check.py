@@ -37,6 +37,7 @@ BENCHED = {
     "ht": (
         *("ht:tokens=4096:floor=1", "ht:tokens=4096:layout=expert_major:alignment=128"),
         *("ht:tokens=4096:quant=fp8_block128", "ht:tokens=4096:num_sms=8"),
+        *(f"ht:tokens=4096:variants=combine=pull:combine_buffer=1{few}" for few in (":num_sms=8", "")),
     ),
 }
 QUICK_BENCHED = {"ll": ("ll:tokens=1", "ll:tokens=128"), "ht": ("ht:tokens=4096:floor=1",)}
@@ -51,6 +52,7 @@ SANITIZED = {
         "ht:num_sms=8",
         "ht:layout=expert_major:alignment=4:zero_padding=1",
         "ht:with_out=1",
+        *("ht:variants=combine=pull", "ht:variants=combine=pull:combine_buffer=1:num_sms=8"),
         "ht:quant=fp8_block128",
     ),
 }

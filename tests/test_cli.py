@@ -17,8 +17,8 @@ from cuep.errors import ArgumentError, BackendUnavailable
 
 RECORD_KEYS = (
     "op peer variant mode layout reduce alignment zero_padding backend gpu ranks tokens hidden experts topk routing "
-    "dtype quant scale_format combine_quant in_place with_out num_sms gemm graph us_median us_p10 us_p90 host_us "
-    "host_cold_us bytes_remote bytes_total gb_per_s checked commit"
+    "dtype quant scale_format combine_quant in_place with_out combine_buffer num_sms gemm graph us_median us_p10 "
+    "us_p90 host_us host_cold_us bytes_remote bytes_total gb_per_s checked commit"
 )
 
 

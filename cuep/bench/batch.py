@@ -46,6 +46,10 @@ class Batch:
         self._answers = experts.answers(world, options, self._received)
         if options.with_out:
             self._out = backend.empty(self._received.tokens.shape, self._received.tokens.dtype)
+        if options.combine_buffer:
+            self._answers, answers = self._handle.combine_buffer(stream=stream), self._answers
+            self._answers[...] = answers
+        self._has_buffer = options.combine_buffer
         backend.synchronize()
         self._combined: Any = None
 
@@ -59,6 +63,8 @@ class Batch:
         """Rows always lie in the same order."""
 
     def combine(self) -> None:
+        if self._has_buffer:  # as the experts would ask for it; it is the same one every time
+            self._answers = self._handle.combine_buffer(stream=self.stream)
         self._combined = self._handle.combine(self._answers, stream=self.stream)
 
     def send(self) -> None:

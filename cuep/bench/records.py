@@ -54,6 +54,7 @@ def record(
         "combine_quant": options.combine_quant,
         "in_place": options.in_place,
         "with_out": options.with_out,
+        "combine_buffer": options.combine_buffer,
         "num_sms": options.num_sms,
         "gemm": case.gemm,
         "graph": options.graph,

@@ -47,6 +47,7 @@ def _title(options: Options, num_ranks: int) -> str:
     form += f" combine_quant={config.combine_quant}" if config.combine_quant else ""
     form += " in place" if config.in_place else ""
     form += " with out" if options.with_out else ""
+    form += " combine buffer" if options.combine_buffer else ""
     shape = " ".join(f"{name}={getattr(options, name)}" for name in ("tokens", "hidden", "experts", "topk"))
     shape += f" {options.routing}" if options.routing != "uniform" else ""
     how = "graph replays" if options.graph else "eager calls"

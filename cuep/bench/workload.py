@@ -26,6 +26,7 @@ class Options:
         dtype: of the inputs, and of what combine takes and returns. With quant="forward" they are quantised beforehand.
         routing: one of ROUTINGS, see routing().
         with_out: dispatch puts rows into an array of the caller's, not into the handle's memory.
+        combine_buffer: the experts' answers lie in the handle's combine buffer, not in any array.
         staged: (ll) also time the send phases alone, and the pair made of staged calls.
         groups: 2: also time two groups that each run the pair at the same time, in two streams.
         overlap: also time two micro-batches whose communication hides behind matrix products.
@@ -55,6 +56,7 @@ class Options:
     num_sms: int | None = None
     routing: str = "uniform"
     with_out: bool = False
+    combine_buffer: bool = False
     staged: bool = False
     groups: int = 1
     overlap: bool = False

@@ -21,6 +21,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "ll per_rank": ("ll", {"reduce": "per_rank"}),
     "ll rank_major": ("ll", {"layout": "rank_major"}),
     "ht flat": ("ht", {}),
+    "ht pulled": ("ht", {"variants": {"combine": "pull"}}),
     "ht expert_major": ("ht", {"layout": "expert_major", "alignment": 4}),
 }
 LL_FORMS = [name for name in FORMS if name.startswith("ll")]
@@ -132,6 +133,8 @@ class Rig:
         self.recv = self.handle.dispatch(self.x, send_only=send_only, stream=self.stream)
 
     def combine(self, *, send_only: bool = False) -> None:
+        if layout.is_pulled(self.cfg):
+            self.out = self.handle.combine_buffer(stream=self.stream)
         self.experts.enqueue(self.recv, self.out, self.stream)
         self.y = self.handle.combine(self.out, send_only=send_only, stream=self.stream)
 

@@ -109,6 +109,16 @@ def test_bench_into_the_callers_array(world, form):
     assert all(record["with_out"] and record["checked"] for record in records)
 
 
+@pytest.mark.parametrize("form", [{"mode": "ll"}, {"mode": "ht"}, {"mode": "ht", "variants": ("combine=pull",)}])
+def test_bench_from_the_combine_buffer(world, form):
+    settings = Options(
+        tokens=7, hidden=384, experts=8, topk=3, combine_buffer=True, overlap=True, check=True, iterations=1, **form
+    )
+    records, wrong = runner.run(world, settings)
+    assert wrong == []
+    assert all(record["combine_buffer"] and record["checked"] for record in records if record["op"] != "gemms")
+
+
 @pytest.mark.parametrize("mode", ["ll", "ht"])
 @pytest.mark.parametrize("form", [{}, {"layout": "expert_major", "scale_format": "ue8m0", "dtype": "float32"}])
 def test_bench_sends_rows_that_were_quantised_before(world, mode, form):

@@ -65,7 +65,7 @@ def test_first_use_inside_a_capture(world: Any, form: str) -> None:
         def body() -> None:
             with pytest.raises(cuep.OrderError, match="create_handle allocates"):
                 group.create_handle(rig.ids, rig.weights, stream=stream)
-            if "combine_buffer" not in rig.handle.arrays:
+            if "combine_buffer" not in rig.handle.arrays and not layout.is_pulled(group.cfg):
                 with pytest.raises(cuep.OrderError, match="combine_buffer: its first use allocates"):
                     rig.handle.combine_buffer(stream=stream)
             rig.run()
@@ -90,6 +90,42 @@ def test_first_use_inside_a_capture(world: Any, form: str) -> None:
         rig.run()
         group.check()
         rig.compare(step)
+
+
+def test_a_captured_combine_buffer(world: Any) -> None:
+    """A handle holds it for good, as replays use it again: what was asked for, or what a captured copy goes into."""
+    stream = world.stream()
+    with cuep.Group(world, form_config("ht pulled", num_buffers=4)) as group:
+        asking, copying, other = (Rig(world, group, stream) for _ in range(3))
+        graphs = [Graph(world, stream, asking.run)]
+        rows = world.backend.zeros(layout.combine_shape(group.cfg, world.size), layout.dtype_of(group.cfg.dtype))
+
+        def copy() -> None:
+            copying.update()
+            copying.dispatch()
+            copying.experts.enqueue(copying.recv, rows, stream)
+            copying.y = copying.handle.combine(rows, stream=stream)
+
+        graphs.append(Graph(world, stream, copy))
+        for number in range(3):
+            for rig, graph in ((asking, graphs[0]), (copying, graphs[1]), (other, None)):
+                step = some_step(world, group.cfg, 3 * number)
+                rig.load(step)
+                late = other.handle.combine_buffer(stream=stream)  # of neither
+                late[...] = float("nan")
+                if graph is None:
+                    rig.run()
+                else:
+                    graph.launch()
+                group.check()
+                rig.compare(step)
+        with pytest.raises(cuep.ArgumentError, match="a combine buffer that another handle holds"):
+            other.dispatch()
+            other.handle.combine(asking.out, stream=stream)
+        for rig in (asking, copying, other):
+            rig.handle.close()
+        handles = [Rig(world, group, stream).handle for _ in range(4)]
+        assert len({handle.combine_buffer(stream=stream).data.ptr for handle in handles}) == 4  # all are back
 
 
 @pytest.mark.parametrize("form", LL_FORMS)

@@ -26,6 +26,7 @@ from cuep.bench.workload import scale
 FORMS: dict[str, dict[str, Any]] = {
     "flat": {"layout": "flat"},
     "flat_global": {"layout": "flat", "expert_ids": "global", "combine_dtype": "float32"},
+    "pulled": {"layout": "flat", "variants": {"combine": "pull"}},
     "expert_major": {"layout": "expert_major"},
     "aligned": {"layout": "expert_major", "alignment": 8, "combine_dtype": "float16", "zero_padding": True},
     "odd": {
@@ -230,6 +231,17 @@ def poison(world: Any, handle: Any, recv: Any) -> None:
     world.backend.synchronize()
 
 
+def expert_out(world: Any, handle: Any, rows: np.ndarray, *, is_in_buffer: bool) -> Any:
+    """rows on the device, where combine pulls and is_in_buffer in the handle's combine buffer."""
+    on_device = to_device(world, rows)
+    if not (is_in_buffer and layout.is_pulled(handle.group.cfg)):
+        return on_device
+    buffer = handle.combine_buffer()
+    buffer[: len(rows)] = on_device
+    world.backend.synchronize()
+    return buffer
+
+
 def run_form(world: Any, group: cuep.Group, step: Step, handle: Any = None, with_all: bool = False) -> Any:
     """create_handle or update, dispatch twice, combine; all compared. with_all: bias, gradients, own arrays."""
     handle = routed(world, group, step, handle)
@@ -252,7 +264,7 @@ def run_form(world: Any, group: cuep.Group, step: Step, handle: Any = None, with
     recv = handle.dispatch(x, out=out)
     want.check_received(recv)
     combined = handle.combine(
-        to_device(world, want.expert_out(recv.tokens.shape[0])),
+        expert_out(world, handle, want.expert_out(recv.tokens.shape[0]), is_in_buffer=not with_all),
         bias=tuple(to_device(world, b) for b in bias),
         row_weight_grads=grads,
         out=y_out,
@@ -426,7 +438,7 @@ def test_an_out_without_rows(world: Any, groups: Any, monkeypatch: Any, form: st
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("form", ["flat", "aligned"])
+@pytest.mark.parametrize("form", ["flat", "pulled", "aligned"])
 def test_gradients_without_rows(world: Any, groups: Any, monkeypatch: Any, form: str) -> None:
     """A rank that received nothing has gradients all the same, at no address."""
     group = groups(form)
@@ -510,6 +522,61 @@ def test_who_holds_a_receive_buffer(world: Any, groups: Any) -> None:
     group.check()
 
 
+def test_combine_buffers(world: Any, groups: Any) -> None:
+    """Who holds one: a handle from asking until its next combine. What lies elsewhere is copied into a free one."""
+    group = groups("pulled")
+    step = random_step(world, group.cfg, 6, 8)
+    want = Expected(world, group.cfg, step)
+    rows = to_device(world, want.expert_out(want.max_rows))
+    handles = [routed(world, group, step) for _ in range(3)]
+
+    def dispatch(handle: Any) -> None:
+        handle.dispatch(to_device(world, step.x)).release()
+
+    def combine(handle: Any, given: Any) -> None:
+        y = handle.combine(given)
+        group.check()
+        reference.assert_same(to_host(world, y), want.y(), "y")
+
+    def fill(handle: Any) -> Any:
+        buffer = handle.combine_buffer()
+        buffer[...] = rows
+        world.backend.synchronize()
+        return buffer
+
+    first, second = fill(handles[0]), fill(handles[1])
+    assert first.shape == rows.shape and handles[0].combine_buffer() is not None
+    with pytest.raises(cuep.ArgumentError, match="combine_buffer: all 2 combine buffers are held"):
+        handles[2].combine_buffer()
+    for given, problem in ((rows, "must be copied into one: |all 2 combine buffers"), (first, "another handle holds")):
+        dispatch(handles[2])
+        with pytest.raises(cuep.ArgumentError, match=problem):
+            handles[2].combine(given)
+    dispatch(handles[0])
+    combine(handles[0], first)
+    dispatch(handles[2])
+    combine(handles[2], rows)  # copied, into what the first gave back
+    first = fill(handles[0])
+    dispatch(handles[0])
+    combine(handles[0], rows)  # into its own
+    dispatch(handles[1])
+    combine(handles[1], second)
+    dispatch(handles[1])
+    combine(handles[1], second)  # nobody took it: it holds what it held
+    for handle in handles:
+        handle.close()
+    one = groups("pulled", num_buffers=1)
+    handles = [routed(world, one, step) for _ in range(2)]
+    first = fill(handles[0])
+    handles[0].close()
+    second = fill(handles[1])  # given back by close
+    handles[1].dispatch(to_device(world, step.x))
+    with pytest.raises(cuep.ArgumentError, match="all 1 combine buffers are held"):
+        handles[1].combine(second[1:])  # rows may not be copied over themselves
+    handles[1].close()
+    one.check()
+
+
 def test_received_can_be_pickled(world: Any, groups: Any) -> None:
     if world.backend.name != "cpu":
         pytest.skip("GPU arrays are the array library's to pickle")
@@ -532,7 +599,7 @@ def lopsided(world: Any, cfg: cuep.GroupConfig, num_tokens: int) -> Step:
     return step
 
 
-@pytest.mark.parametrize("form", ["flat", "expert_major", "aligned"])
+@pytest.mark.parametrize("form", ["flat", "pulled", "expert_major", "aligned"])
 def test_capacity(world: Any, groups: Any, form: str) -> None:
     """C07, A16: exactly enough rows are enough; one (or one aligned piece) less is refused, or rows are left out."""
     cfg = groups(form).cfg
@@ -578,7 +645,8 @@ def test_footprint(world: Any, groups: Any) -> None:
         told = cuep.footprint(group.cfg, world.size)
         assert told["handle"] == sum(array.nbytes for array in handle.arrays.values())
         assert told["workspace"] == sum(array.nbytes for array in group.workspace.values())
-        assert told["combine_buffer"] == handle.combine_buffer().nbytes
+        assert handle.combine_buffer().shape == layout.combine_shape(group.cfg, world.size)
+        assert told["combine_buffer"] == (0 if form == "pulled" else handle.combine_buffer().nbytes)
         handle.close()
 
 
@@ -597,7 +665,7 @@ def shuffled(world: Any) -> Iterator[Any]:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("form", ["flat", "aligned", "dropping"])
+@pytest.mark.parametrize("form", ["flat", "pulled", "aligned", "dropping"])
 def test_shuffled_schedules(world: Any, shuffled: Any, monkeypatch: Any, form: str) -> None:
     """Across the wrap of epochs, steps with few and many tokens, with and without all that combine can do."""
     monkeypatch.setenv("CUEP_START_EPOCH", str(ALMOST_WRAPPED))
@@ -677,6 +745,7 @@ def first_failing_seed(
     return None
 
 
+PULLED: dict[str, Any] = {"layout": "flat", "variants": {"combine": "pull"}}
 EXPERT_MAJOR: dict[str, Any] = {"layout": "expert_major", "alignment": 4, "zero_padding": True}
 
 # (name, file, what it says, what the bug says, settings, with out=)
@@ -787,11 +856,35 @@ PLANTED = [
         {"layout": "flat"},
         True,
     ),
+    (
+        "pull tells of rows that other blocks are still to copy",
+        "ht_combine_pull.cu",
+        "if (!is_refused) copy_in(p);\n        is_teller = is_last_block(op);",
+        "is_teller = is_last_block(op);\n        if (!is_refused) copy_in(p);",
+        PULLED,
+        False,
+    ),
+    (
+        "pull reads before it hears that rows are there",
+        "ht_combine_pull.cu",
+        "is_ok = wait_flag(op, Rows::total_of(p, p.rank, tid), Phase::kCounts, tid, totals[tid]);",
+        "totals[tid] = static_cast<uint32_t>(p.buffer) | kHasGrads;",
+        PULLED,
+        False,
+    ),
+    (
+        "pull ends while peers still read the buffer",
+        "ht_combine_pull.cu",
+        "is_ok = wait_flag(op, Rows::done_of(p, p.rank, tid), Phase::kReuse, tid, unused);",
+        "unused = 0;",
+        PULLED,
+        False,
+    ),
 ]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("settings", [EXPERT_MAJOR, {"layout": "flat"}], ids=["expert_major", "flat"])
+@pytest.mark.parametrize("settings", [EXPERT_MAJOR, {"layout": "flat"}, PULLED], ids=["expert_major", "flat", "pulled"])
 @pytest.mark.parametrize("with_out", [False, True, None])
 def test_the_loop_that_finds_bugs_finds_none_in_cuep(
     world: Any, shuffled: Any, monkeypatch: Any, settings: Any, with_out: bool | None

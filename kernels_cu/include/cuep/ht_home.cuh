@@ -105,46 +105,37 @@ struct Home {
     }
 
     // y = the sum of a token's terms, of rank 0 first, and its biases; null: there is none. The whole warp calls.
+    // kVecs: pieces of each that a lane has under way.
+    template <int kVecs>
     static CUEP_DEVICE void sum_terms(const uint4* const (&terms)[kRanks], const uint4* const (&biases)[2], uint4* y) {
-        for (int first_vec = lane_idx(); first_vec < kRowVecs; first_vec += 32 * kVecsInFlight) {
-            float sum[kVecsInFlight][kElemsPerVec];
-#pragma unroll
-            for (int j = 0; j < kVecsInFlight; j++) {
-#pragma unroll
-                for (int c = 0; c < kElemsPerVec; c++) sum[j][c] = 0.0f;
-            }
+        for (int first_vec = lane_idx(); first_vec < kRowVecs; first_vec += 32 * kVecs) {
+            float sum[kVecs][kElemsPerVec] = {};
 #pragma unroll
             for (int first = 0; first < kRanks; first += kRanksInFlight) {
-                uint4 v[kRanksInFlight][kVecsInFlight];
+                uint4 v[kRanksInFlight][kVecs];
 #pragma unroll
                 for (int i = 0; i < kRanksInFlight; i++) {
                     if (first + i >= kRanks || terms[first + i] == nullptr) continue;
 #pragma unroll
-                    for (int j = 0; j < kVecsInFlight; j++) {
+                    for (int j = 0; j < kVecs; j++) {
                         if (first_vec + 32 * j < kRowVecs) v[i][j] = load_16(terms[first + i] + first_vec + 32 * j);
                     }
                 }
 #pragma unroll
-                for (int i = 0; i < kRanksInFlight; i++) {
-                    if (first + i >= kRanks || terms[first + i] == nullptr) continue;
+                for (int j = 0; j < kVecs; j++) {  // one piece after the other, so few sums need registers
+                    const int vec = first_vec + 32 * j;
+                    if (vec >= kRowVecs) break;
 #pragma unroll
-                    for (int j = 0; j < kVecsInFlight; j++) {
-                        if (first_vec + 32 * j < kRowVecs) add(sum[j], v[i][j]);
+                    for (int i = 0; i < kRanksInFlight; i++) {
+                        if (first + i < kRanks && terms[first + i] != nullptr) add(sum[j], v[i][j]);
                     }
+                    if (first + kRanksInFlight < kRanks) continue;
+#pragma unroll
+                    for (int b = 0; b < 2; b++) {
+                        if (biases[b] != nullptr) add(sum[j], load_16(biases[b] + vec));
+                    }
+                    store_16(y + vec, pack<E>(sum[j]));
                 }
-            }
-#pragma unroll
-            for (int b = 0; b < 2; b++) {
-                if (biases[b] == nullptr) continue;
-#pragma unroll
-                for (int j = 0; j < kVecsInFlight; j++) {
-                    if (first_vec + 32 * j < kRowVecs) add(sum[j], load_16(biases[b] + first_vec + 32 * j));
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < kVecsInFlight; j++) {
-                const int vec = first_vec + 32 * j;
-                if (vec < kRowVecs) store_16(y + vec, pack<E>(sum[j]));
             }
         }
     }
@@ -170,24 +161,43 @@ struct Home {
             const uint8_t* term = !kIsOwnStaged && r == p.rank ? own_row(row) : staged_row(p, p.rank, r, at);
             terms[r] = row < 0 ? nullptr : reinterpret_cast<const uint4*>(term);
         }
+        store_sums<kVecsInFlight>(p, t, terms);
+        store_grads(p, t, lane_row, [&](int owner, int32_t row) {
+            const int32_t at = __shfl_sync(0xffffffffu, slot, owner);
+            if (row < 0) return 0.0f;
+            return owner == p.rank ? own_grad(row, lane) : staged_grads(p, p.rank, owner, at)[lane];
+        });
+        return true;
+    }
+
+    // y[t] from a token's terms, see sum_terms. The whole warp calls.
+    template <int kVecs, class Params>
+    static CUEP_DEVICE void store_sums(const Params& p, int t, const uint4* const (&terms)[kRanks]) {
+        uint4* y = reinterpret_cast<uint4*>(p.y + t * p.y_stride);
+        if (p.bias[0] == nullptr) {  // without biases there are registers for more of a row
+            sum_terms<kVecs>(terms, {nullptr, nullptr}, y);
+            return;
+        }
         const uint4* biases[2];
 #pragma unroll
         for (int b = 0; b < 2; b++) {
             biases[b] =
                 p.bias[b] == nullptr ? nullptr : reinterpret_cast<const uint4*>(p.bias[b] + t * p.bias_stride[b]);
         }
-        sum_terms(terms, biases, reinterpret_cast<uint4*>(p.y + t * p.y_stride));
-        if (p.row_weight_grads != nullptr) {
-            const int32_t id = lane < kTopk ? p.ids[static_cast<int64_t>(t) * kTopk + lane] : -1;
-            const int owner = id < 0 ? 0 : id / kExpertsPerRank;
-            const int32_t row = __shfl_sync(0xffffffffu, lane_row, owner), at = __shfl_sync(0xffffffffu, slot, owner);
-            float grad = 0.0f;
-            if (id >= 0 && row >= 0) {
-                grad = owner == p.rank ? own_grad(row, lane) : staged_grads(p, p.rank, owner, at)[lane];
-            }
-            if (lane < kTopk) p.weight_grads[static_cast<int64_t>(t) * kTopk + lane] = grad;
-        }
-        return true;
+        sum_terms<kVecs>(terms, biases, y);
+    }
+
+    // weight_grads[t], if asked for. grad_of(owner, row): of this lane's k, whose expert is at rank `owner`, where the
+    // token has this row, or -1. lane_row: row_of_lane. The whole warp calls.
+    template <class Params, class GradOf>
+    static CUEP_DEVICE void store_grads(const Params& p, int t, int32_t lane_row, GradOf grad_of) {
+        if (p.row_weight_grads == nullptr) return;
+        const int lane = lane_idx();
+        const int32_t id = lane < kTopk ? p.ids[static_cast<int64_t>(t) * kTopk + lane] : -1;
+        const int owner = id < 0 ? 0 : id / kExpertsPerRank;
+        const int32_t row = __shfl_sync(0xffffffffu, lane_row, owner);
+        const float grad = grad_of(owner, id < 0 ? -1 : row);
+        if (lane < kTopk) p.weight_grads[static_cast<int64_t>(t) * kTopk + lane] = grad;
     }
 
     // Releases the flags of rows that push warps have brought; lane w follows the walk of warp w. The whole warp calls.

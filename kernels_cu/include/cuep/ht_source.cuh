@@ -45,17 +45,39 @@ CUEP_DEVICE void quantise_row(uint8_t* row) {
     }
 }
 
-// Token t, of which the first kSrcBytes have been loaded, becomes a row as it travels. The whole warp calls, before the
+// What a lane has of the caller's scales of a token, as they travel.
+struct GivenScales {
+    static constexpr int kWords = kHasScales && !kIsQuant ? (kRowBytes - kTokenBytes) / 4 : 0;
+    static constexpr int kMine = (kWords + kWarpSize - 1) / kWarpSize;
+    uint32_t mine[kMine > 0 ? kMine : 1];
+
+    // Of token t. To be asked for before its row is waited for.
+    template <class Params>
+    CUEP_DEVICE GivenScales(const Params& p, int t) {
+#pragma unroll
+        for (int i = 0; i < kMine; i++) {
+            const int word = lane_idx() + kWarpSize * i;
+            mine[i] = word < kWords ? load_scales(p, t, word) : 0;
+        }
+    }
+
+    CUEP_DEVICE void store(uint8_t* row) const {
+        uint32_t* scales = reinterpret_cast<uint32_t*>(row + kTokenBytes);
+#pragma unroll
+        for (int i = 0; i < kMine; i++) {
+            if (lane_idx() + kWarpSize * i < kWords) scales[lane_idx() + kWarpSize * i] = mine[i];
+        }
+    }
+};
+
+// A token, of which the first kSrcBytes have been loaded, becomes a row as it travels. The whole warp calls, before the
 // bulk stores.
-template <class Params>
-CUEP_DEVICE void finish_row(const Params& p, int t, uint8_t* row) {
+CUEP_DEVICE void finish_row(const GivenScales& given, uint8_t* row) {
     if constexpr (!kHasScales) return;
     if constexpr (kIsQuant) {
         quantise_row(row);
     } else {
-        uint32_t* scales = reinterpret_cast<uint32_t*>(row + kTokenBytes);
-        constexpr int kWords = (kRowBytes - kTokenBytes) / 4;
-        for (int word = lane_idx(); word < kWords; word += kWarpSize) scales[word] = load_scales(p, t, word);
+        given.store(row);
     }
     fence_proxy_async_shared();
 }
