@@ -406,8 +406,6 @@ class Group:
         for other in (self._last_stream, self._captured_stream):
             if other is not None and other.key != stream.key and not other.is_capturing():
                 stream.wait(other.record())
-                if other is self._captured_stream:
-                    self._captured_stream = None
 
     def fallback_stream(self) -> Stream:
         return self._last_stream or self.world.backend.stream(None)
@@ -421,6 +419,8 @@ class Group:
                     self._captured_stream = stream
                 return
             self.put_behind(stream)
+            if captured is not None and captured.key != stream.key and not captured.is_capturing():
+                self._captured_stream = None  # from here on the newest operation is this one
         self._last_stream = stream
 
     def choose_stream(self, stream: Any, like: Any, previous_event: Any = None) -> Stream:

@@ -349,7 +349,7 @@ class Handle:
 
         Where combine pulls (ht, flat, variants={"combine": "pull"}) it is one of the num_buffers combine buffers in
         symmetric memory, and what lies there need not be copied. The handle holds it until its next combine (for good,
-        if that is captured), so ask again for each: it is the same one if no other handle has taken it.
+        if either is captured), so ask again for each: it is the same one if no other handle has taken it.
 
         Elsewhere it saves nothing over any other array, as combine sends from wherever the rows are, but it is there,
         has a fixed address, and is counted by cuep.footprint ("combine_buffer").
@@ -367,7 +367,7 @@ class Handle:
             group.begin()
             self._check_open()
             chosen = group.world.backend.stream(stream)
-            buffer = group.mode.combine_buffer(self)
+            buffer = group.mode.combine_buffer(self, chosen)
             if buffer is None and "combine_buffer" not in self.arrays:
                 if chosen.is_capturing():
                     raise OrderError("combine_buffer: its first use allocates, which a stream capture does not allow")

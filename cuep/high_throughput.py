@@ -6,7 +6,7 @@ Protocols: kernels_cu/README.md.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cuep import layout
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 _ROUTE_BLOCKS = 8  # one places rows, one counts experts, the others copy
 _SMEM_BYTES = 200 * 1024  # of a block, for rows in flight, where the GPU has that much
 _STATIC_SMEM_BYTES = 2048  # left for everything else
+_TURNS_BLOCKS = 64  # up to so many, some of which get more of the links than others, flat dispatch gives rows by turns
 _PIECE_BYTES = 3584  # of a row that a combine kernel moves in pieces
-_FEW_BLOCKS = 16  # up to so many are too few to fill the links unless flat combine keeps more rows on their way
+_FEW_BLOCKS = 24  # up to so many are too few to fill the links unless flat combine keeps more rows on their way
 _RECV_FIELDS = ("topk_idx", "topk_weights", "source")  # of a receive buffer (flat), beside rows
 
 
@@ -54,6 +55,7 @@ class HandleState:
     answer: Lease | None = None  # combine buffer, from when the caller asks for it until combine
     last_answer: int | None = None  # number of the newest
     is_answer_captured: bool = False  # it is held for good: each replay of a graph uses it
+    captured_copies: list[Lease] = field(default_factory=list)  # likewise, what captured combines copied into
 
 
 class Lease:
@@ -89,10 +91,13 @@ class HighThroughput:
         }
         sent = routing | sent_row(cfg)
         returned = routing | {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
+        returned["kIsPulled"] = self._is_pulled
         smem_bytes = group.world.backend.max_smem_bytes
         route, dispatch = ("ballot", "bulk") if self._is_flat else ("slots", "expand")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
         out = row_pipeline(room, "kNumWarps", 6, 2, smem_bytes)
+        if out:
+            out["kTakesTurns"] = int(most_blocks(group) <= _TURNS_BLOCKS)
         in_pieces = not self._is_flat or most_blocks(group) <= _FEW_BLOCKS
         piece, num_ahead = (_PIECE_BYTES, 8) if in_pieces else (cfg.combine_row_bytes, 2)
         home = row_pipeline(min(cfg.combine_row_bytes, piece), "kNumPushWarps", 7, num_ahead, smem_bytes)
@@ -114,7 +119,7 @@ class HighThroughput:
     def detach(self, handle: Handle) -> None:
         state = handle.state
         if state is not None:
-            for lease in (state.lease, state.answer):
+            for lease in (state.lease, state.answer, *state.captured_copies):
                 if lease is not None:
                     lease.give_back()
         handle.state = None
@@ -193,7 +198,7 @@ class HighThroughput:
         if self._is_pulled:
             self._answer_of(handle, expert_out)
 
-    def combine_buffer(self, handle: Handle) -> Array | None:
+    def combine_buffer(self, handle: Handle, stream: Stream) -> Array | None:
         """Symmetric memory for expert_out, which the handle holds until its next combine; None: the mode has none.
 
         Raises:
@@ -201,58 +206,80 @@ class HighThroughput:
         """
         if not self._is_pulled:
             return None
-        state = handle.state
+        group, state = self._group, handle.state
         if state.answer is None:
             if not self._free_answers:
-                raise ArgumentError(self._no_answer("combine_buffer"))
+                raise ArgumentError(f"combine_buffer: {self._all_held()}")
             state.answer = Lease(self._free_answers, state.last_answer)
-        group = self._group
+        state.last_answer = state.answer.buffer
+        state.is_answer_captured = state.is_answer_captured or stream.is_capturing()
         shape, dtype = layout.combine_buffer(group.cfg, group.num_ranks)
         rows = group.region("combine_rows").view(group.world.backend.array_dtype(layout.dtype_of(dtype)))
         buffers: Array = rows.reshape(group.cfg.num_buffers, *shape)
         return buffers[state.answer.buffer]
 
-    def _no_answer(self, call: str) -> str:
+    def _all_held(self) -> str:
         number = self._group.cfg.num_buffers
         return (
-            f"{call}: all {number} combine buffers are held by other handles; combine or close one, or make the group"
-            f" with num_buffers > {number}"
+            f"all {number} combine buffers are held, by other handles or for what replays of graphs copy; combine or"
+            f" close a handle, or make the group with num_buffers > {number}"
         )
+
+    def answer_buffers(self) -> Rows | None:
+        """Memory that peers pull from, where they do."""
+        if not self._is_pulled:
+            return None
+        num_rows, row_bytes = self._group.cfg.num_buffers * self._max_rows, self._group.cfg.combine_row_bytes
+        return self._first_answer, num_rows, row_bytes, row_bytes
+
+    @property
+    def _first_answer(self) -> int:
+        group = self._group
+        return int(group.memory.address + group.arena.offsets["combine_rows"])
 
     def _answer_of(self, handle: Handle, expert_out: View) -> tuple[int, bool]:
         """The combine buffer that peers pull from, and whether expert_out is to be copied there.
 
         Raises:
-            ArgumentError: expert_out is the buffer of another handle, or others hold all.
+            ArgumentError: expert_out is the buffer of another handle, or there is none to copy to.
         """
-        group, own = self._group, handle.state.answer
+        group, state, free = self._group, handle.state, self._free_answers
         row_bytes = group.cfg.combine_row_bytes
-        first = group.memory.address + group.arena.offsets["combine_rows"]
-        buffer, offset = divmod(expert_out.address - first, self._max_rows * row_bytes)
-        if 0 <= buffer < group.cfg.num_buffers:
-            is_own = own is not None and own.buffer == buffer
-            if not is_own and buffer not in self._free_answers:
+        own = [] if state.answer is None else [state.answer.buffer]
+        buffer, offset = divmod(expert_out.address - self._first_answer, self._max_rows * row_bytes)
+        is_inside = 0 <= buffer < group.cfg.num_buffers and expert_out.shape[0] > 0
+        if is_inside:
+            if buffer not in own and buffer not in free:
                 raise ArgumentError(
-                    "expert_out lies in a combine buffer that another handle holds; allowed: what this handle's"
-                    " combine_buffer() returned since its last combine, or any other array"
+                    "expert_out lies in a combine buffer that another handle, or a graph, holds; allowed: what this"
+                    " handle's combine_buffer() returned since its last combine, or any other array"
                 )
-            if (is_own or own is None) and offset == 0 and expert_out.strides[0] == row_bytes:
+            if offset == 0 and expert_out.strides[0] == row_bytes:
                 return buffer, False
-        free = self._free_answers if own is None else [own.buffer]
-        free = [other for other in free if other != buffer]  # not over what is copied
-        if not free:
-            raise ArgumentError(self._no_answer("expert_out is not combine_buffer(), so it must be copied into one"))
-        return free[0], True
+        if expert_out.shape[0] == 0 or group.num_ranks == 1:
+            return 0, True  # nothing is copied
+        known = [lease.buffer for lease in state.captured_copies]
+        known += [state.last_answer] if state.last_answer in free else []
+        places = [place for place in (*own, *known, *free) if not (is_inside and place == buffer)]
+        if not places:
+            raise ArgumentError(
+                f"expert_out is not what combine_buffer() returned, so it must be copied, but {self._all_held()}"
+                if not is_inside
+                else "expert_out is a part of the only combine buffer that is free, and must be copied into another:"
+                " give it as combine_buffer() returned it, or make the group with more num_buffers"
+            )
+        return places[0], True
 
     def _use_answer(self, handle: Handle, record: FastRecord, expert_out: View, stream: Stream) -> None:
         """Tell a kernel that pulls where its peers find this rank's rows. The handle holds the buffer no longer, unless
         replays of a graph will use it again."""
         state = handle.state
-        record["buffer"], record["is_copied"] = self._answer_of(handle, expert_out)
-        state.last_answer = record["buffer"]
+        buffer, is_copied = self._answer_of(handle, expert_out)
+        record["buffer"], record["is_copied"] = buffer, is_copied
         if stream.is_capturing():
-            state.answer = state.answer or Lease(self._free_answers, state.last_answer)
-            state.is_answer_captured = True
+            state.is_answer_captured = state.is_answer_captured or state.answer is not None
+            if buffer in self._free_answers:
+                state.captured_copies.append(Lease(self._free_answers, buffer))
         elif state.answer is not None and not state.is_answer_captured:
             state.answer.give_back()
             state.answer = None

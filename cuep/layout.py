@@ -13,8 +13,8 @@ from cuep.config import GroupConfig
 from cuep.errors import ArgumentTypeError
 
 ALIGNMENT = 256  # bytes; of every region of the arena
-CONTROL_BYTES = 360  # struct Control in operation.cuh
-CONTROL_OP_WORDS = 4  # 8-byte words of each operation in it: epoch, received, read_until, and two of 4 bytes
+CONTROL_BYTES = 384  # struct Control in operation.cuh
+CONTROL_OP_WORDS = 5  # 8-byte words of each operation in it: epoch, received, read_until, and four of 4 bytes
 STATE_BYTES = 48  # struct HandleState
 STATE_NUM_TOKENS = 36  # bytes before its num_tokens
 REPORT_BYTES = 172  # struct Report

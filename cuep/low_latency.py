@@ -151,8 +151,12 @@ class LowLatency:
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
 
-    def combine_buffer(self, handle: Handle) -> Array | None:
+    def combine_buffer(self, handle: Handle, stream: Stream) -> Array | None:
         """There is none: rows are sent from wherever they lie."""
+        return None
+
+    def answer_buffers(self) -> Rows | None:
+        """There are none."""
         return None
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:

@@ -15,7 +15,7 @@ from cuep.layout import REPORT_BYTES
 OPERATIONS = ("create_handle/update", "dispatch", "combine", "update_mask")  # enum Op
 COUNTED = OPERATIONS[:3]  # those that take epochs
 ROUTE = OPERATIONS[0]
-_EXCLUDED = 3  # Phase::kExcluded
+_EXCLUDED, _LEFT = 3, 5  # Phase::kExcluded, kLeft
 _PHASES = (  # enum Phase
     "reuse of a buffer that the peer reads",
     "counts of the peer",
@@ -145,6 +145,8 @@ class Report:
         end = "update_mask() or close() the group now" if has_mask else "the group can only be closed now"
         if int(words["phase"]) == _EXCLUDED:
             text = f"{operation}: rank {peer} goes on without rank {self._rank}, which its mask leaves out; {end}"
+        elif int(words["phase"]) == _LEFT:
+            text = f"{operation}: rank {peer} gave up while rank {self._rank} was still reading its rows; {end}"
         else:
             timeout_s = agreement_s(timeout_s) if operation == OPERATIONS[-1] else timeout_s
             awaited = _PHASES[int(words["phase"])].replace("the peer", f"rank {peer}")

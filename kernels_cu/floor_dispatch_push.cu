@@ -37,12 +37,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) floor_dispatch_push
     Pipe pipe(smem, warp, kNumWarps);
     const TokenWalk share(warp, kNumWarps, p.num_tokens);
     pipe.move(
-        share.t,
-        share.step,
-        share.end,
-        [&](int t) { return p.x + t * p.x_stride; },
-        [&](int t) { return row_of_lane<kNumRanks>(p, t); },
-        [&](int, int32_t rows, const uint8_t* staged) {
+        share,
+        [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
+        [&](const TokenWalk& walk) { return row_of_lane<kNumRanks>(p, walk.t); },
+        [&](const TokenWalk&, int32_t rows, const uint8_t* staged) {
 #pragma unroll
             for (int i = 1; i <= kNumRanks; i++) {
                 const int dst = (p.rank + i) % kNumRanks;
@@ -50,5 +48,5 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) floor_dispatch_push
                 if (row >= 0) bulk_store(p.arena[dst] + p.rows_offset + row * p.row_stride, staged, kRowBytes);
             }
         },
-        [](int, int32_t) {});
+        [](const TokenWalk&, int32_t) {});
 }

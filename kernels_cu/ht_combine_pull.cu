@@ -12,11 +12,13 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumWarps = 32;
+constexpr bool kIsPulled = true;
 using elem_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kIsPulled=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kIsPulled=true
 CUEP_TUNABLE(kNumWarps, 32, 2);
+static_assert(kIsPulled, "cuep/layout.py has combine buffers for variants named pull...");
 
 using namespace cuep;
 
@@ -25,7 +27,7 @@ struct Params {
     int64_t rows_offset;        // [num_buffers, max_rows] rows: combine buffers
     int64_t grads_offset;       // float [max_rows, kNumTopk]: gradients of weights beside rows
     int64_t totals_offset;      // uint64 [kNumRanks]: epoch, combine buffer of this peer | kHasGrads, or kRefused
-    int64_t done_offset;        // uint64 [kNumRanks]: epoch whose rows this peer has pulled
+    int64_t done_offset;        // uint64 [kNumRanks]: epoch whose rows this peer has pulled, 1 if it gave up then
     const uint8_t* expert_out;  // rows in the order of dispatch, expert_out_stride bytes apart
     int64_t expert_out_stride;
     const float* row_weight_grads;  // null, or [num_rows, kNumTopk]: they come home with the rows
@@ -153,19 +155,27 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_combine_pull(con
     const uint32_t lane_total = lane_idx() < kNumRanks ? totals[lane_idx()] : 0;
     const Rows::Verdict verdict = Rows::judge(p, is_refused, lane_total);
     const int num_tokens = verdict.refused_by < 0 ? kept_tokens_of(p) : 0;
-    for (int t = warp_idx() * gridDim.x + blockIdx.x; t < num_tokens; t += gridDim.x * kNumWarps) {
-        pull_token(p, t, lane_total);
+    for (TokenWalk share(warp_idx(), kNumWarps, num_tokens); !share.is_over(); share.advance()) {
+        pull_token(p, share.t, lane_total);
     }
 
     // This rank has pulled. When all have, what comes behind this kernel may write the buffer.
     if (!is_last_block(op)) return;
+    const bool has_peer = tid < kNumRanks && tid != p.rank;
     bool is_ok = true;
-    uint32_t unused = 0;
-    if (tid < kNumRanks && tid != p.rank) {
+    if (has_peer) {
+        uint32_t has_left = 0;
         st_release_sys(Rows::done_of(p, tid, p.rank), tagged(op, 0));  // pairs with the wait of the peer
-        is_ok = wait_flag(op, Rows::done_of(p, p.rank, tid), Phase::kReuse, tid, unused);
+        is_ok = wait_flag(op, Rows::done_of(p, p.rank, tid), Phase::kReuse, tid, has_left);
+        if (is_ok && has_left != 0) {
+            break_group(op, Phase::kLeft, tid, 0, 0);
+            is_ok = false;
+        }
     }
-    if (block_any(!is_ok)) return;
+    if (block_any(!is_ok)) {  // who still pulls from here must know that it may have pulled anything
+        if (has_peer) st_release_sys(Rows::done_of(p, tid, p.rank), tagged(op, 1));
+        return;
+    }
     if (tid == 0) {
         if (verdict.refused_by >= 0) {
             mark_refused(p, Op::kCombine, verdict.refused_by, verdict.own_cause, num_needed);

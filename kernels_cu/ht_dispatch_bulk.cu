@@ -15,6 +15,7 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumWarps = 6, kNumStages = 2;
+constexpr int kTakesTurns = 0;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 using src_t = cuep::bf16_t;
 #endif
@@ -25,6 +26,7 @@ using src_t = cuep::bf16_t;
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t
 CUEP_TUNABLE(kNumWarps, 6, 2);
 CUEP_TUNABLE(kNumStages, 2, 2);
+CUEP_TUNABLE(kTakesTurns, 0, 1);  // 0: every warp has the same number of tokens
 #include <cuep/ht_source.cuh>
 
 using namespace cuep;
@@ -121,7 +123,7 @@ struct Sender {
     CUEP_DEVICE bool is_out(int dst) const { return dst == p.rank && p.out != nullptr; }
 
     CUEP_DEVICE void store_rows(const GivenScales& scales, int32_t rows, uint8_t* staged) const {
-        finish_row(scales, staged);
+        finish_row(p, scales, staged);
 #pragma unroll
         for (int i = 1; i <= kNumRanks; i++) {
             const int dst = (p.rank + i) % kNumRanks;
@@ -161,16 +163,15 @@ struct Sender {
     }
 };
 
-CUEP_DEVICE void send_rows(const Params& p, const uint32_t* buffers, const TokenWalk& walk, Pipe& pipe) {
+template <class Walk>
+CUEP_DEVICE void send_rows(const Params& p, const uint32_t* buffers, const Walk& share, Pipe& pipe) {
     const Sender sender{p, buffers};
     pipe.move(
-        walk.t,
-        walk.step,
-        walk.end,
-        [&](int t) { return p.x + t * p.x_stride; },
-        [&](int t) { return Plan{row_of_lane<kNumRanks>(p, t), GivenScales(p, t)}; },
-        [&](int, const Plan& plan, uint8_t* staged) { sender.store_rows(plan.scales, plan.rows, staged); },
-        [&](int t, const Plan& plan) { sender.store_routings(t, plan.rows); });
+        share,
+        [&](const Walk& at) { return p.x + at.t * p.x_stride; },
+        [&](const Walk& at) { return Plan{row_of_lane<kNumRanks>(p, at.t), GivenScales(p, at.t)}; },
+        [&](const Walk&, const Plan& plan, uint8_t* staged) { sender.store_rows(plan.scales, plan.rows, staged); },
+        [&](const Walk& at, const Plan& plan) { sender.store_routings(at.t, plan.rows); });
     fence_proxy_async();
 }
 
@@ -260,11 +261,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
                    p.high_water[p.buffer]);
         const int num_senders = is_out ? kNumSendWarps : kNumWarps;
         if (warp < num_senders) {
-            const TokenWalk share(warp, num_senders, kept_tokens_of(p));
+            const int num_tokens = kept_tokens_of(p);
             if (is_any_flagged<kNumRanks>(p, buffers)) {
-                send_rows_with_flags(p, op, buffers, share, pipe);
+                send_rows_with_flags(p, op, buffers, TokenWalk(warp, num_senders, num_tokens), pipe);
+            } else if constexpr (!kTakesTurns) {
+                send_rows(p, buffers, TokenWalk(warp, num_senders, num_tokens), pipe);
             } else {
-                send_rows(p, buffers, share, pipe);
+                uint32_t* turns = &op.control->ops[static_cast<int>(op.op)].turns;
+                send_rows(p, buffers, TokenTurns(turns, warp, num_senders, num_tokens), pipe);
             }
         }
         if (kNumRanks > 1 && is_out && warp >= kFirstReceiver) {

@@ -117,7 +117,7 @@ CUEP_DEVICE void store_here(const Params& p, const uint8_t* staged, int32_t slot
 // The row of token t to each of its ranks: here to all its slots, elsewhere to one, with a header. The whole warp
 // calls.
 CUEP_DEVICE void send_token(const Params& p, const uint32_t* buffers, const TokenWalk& walk, uint8_t* staged) {
-    finish_row(GivenScales(p, walk.t), staged);
+    finish_row(p, GivenScales(p, walk.t), staged);
     const int lane = lane_idx();
     const int64_t at = static_cast<int64_t>(walk.t) * kNumTopk + lane;
     const int32_t id = lane < kNumTopk ? p.ids[at] : -1, slot = id < 0 ? -1 : p.slots[at];

@@ -548,10 +548,16 @@ def test_combine_buffers(world: Any, groups: Any) -> None:
     assert first.shape == rows.shape and handles[0].combine_buffer() is not None
     with pytest.raises(cuep.ArgumentError, match="combine_buffer: all 2 combine buffers are held"):
         handles[2].combine_buffer()
-    for given, problem in ((rows, "must be copied into one: |all 2 combine buffers"), (first, "another handle holds")):
+    for given, problem in ((rows, "must be copied, but all 2 combine buffers are held"), (first, "another handle")):
         dispatch(handles[2])
         with pytest.raises(cuep.ArgumentError, match=problem):
             handles[2].combine(given)
+    few, grads = first[: len(step.x)], first.view("float32").reshape(-1)[: want.max_rows * group.cfg.num_topk]
+    forbidden = {"out": few, "bias": few, "row_weight_grads": grads.reshape(want.max_rows, group.cfg.num_topk)}
+    for name, given in forbidden.items():
+        dispatch(handles[0])
+        with pytest.raises(cuep.ArgumentError, match=f"{name} lies in a combine buffer"):
+            handles[0].combine(rows, **{name: given})
     dispatch(handles[0])
     combine(handles[0], first)
     dispatch(handles[2])
@@ -563,6 +569,11 @@ def test_combine_buffers(world: Any, groups: Any) -> None:
     combine(handles[1], second)
     dispatch(handles[1])
     combine(handles[1], second)  # nobody took it: it holds what it held
+    mine = fill(handles[1])
+    mine[0], mine[1:] = float("nan"), rows[:-1]
+    world.backend.synchronize()
+    dispatch(handles[1])
+    combine(handles[1], mine[1:])  # copied into another
     for handle in handles:
         handle.close()
     one = groups("pulled", num_buffers=1)
@@ -571,10 +582,34 @@ def test_combine_buffers(world: Any, groups: Any) -> None:
     handles[0].close()
     second = fill(handles[1])  # given back by close
     handles[1].dispatch(to_device(world, step.x))
-    with pytest.raises(cuep.ArgumentError, match="all 1 combine buffers are held"):
-        handles[1].combine(second[1:])  # rows may not be copied over themselves
+    if world.size > 1:
+        with pytest.raises(cuep.ArgumentError, match="a part of the only combine buffer that is free"):
+            handles[1].combine(second[1:])  # rows may not be copied over themselves
     handles[1].close()
     one.check()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_gives_up_while_it_is_read(world: Any, monkeypatch: Any) -> None:
+    """What it makes next of its combine buffer may be what the slow peer reads: both learn of it."""
+    slow = "if (p.rank == 1) for (const uint64_t end = now_ns() + 4000000000ull; now_ns() < end;) relax();\n    "
+    start = "const uint32_t lane_total = lane_idx()"
+    if world.backend.name != "cpu":
+        pytest.skip("needs kernels with a bug in them")
+    with planted_bug(world, monkeypatch, "ht_combine_pull.cu", start, slow + start):
+        group = cuep.Group(world, config("ht", timeout_s=1.0, **PULLED))
+        step = random_step(world, group.cfg, 3, 4, 0.0)
+        stream = world.stream()
+        handle = group.create_handle(step.topk_idx, step.topk_weights, stream=stream)
+        rows = Expected(world, group.cfg, step).expert_out(handle.dispatch(step.x, stream=stream).tokens.shape[0])
+        handle.combine(rows, stream=stream)
+        problem = (
+            "waited more than 1 s" if world.rank == 0 else "rank 0 gave up while rank 1 was still reading its rows"
+        )
+        with pytest.raises(cuep.PeerTimeout, match=problem):
+            group.check()
+        world.comm.barrier()
+        group.abandon()
 
 
 def test_received_can_be_pickled(world: Any, groups: Any) -> None:
@@ -857,6 +892,14 @@ PLANTED = [
         True,
     ),
     (
+        "bulk begins with the turns that an earlier dispatch took",
+        "include/cuep/operation.cuh",
+        "op.control->ops[static_cast<int>(op.op)].turns = 0;",
+        "",
+        {"layout": "flat", "num_sms": 1},
+        False,
+    ),
+    (
         "pull tells of rows that other blocks are still to copy",
         "ht_combine_pull.cu",
         "if (!is_refused) copy_in(p);\n        is_teller = is_last_block(op);",
@@ -875,8 +918,8 @@ PLANTED = [
     (
         "pull ends while peers still read the buffer",
         "ht_combine_pull.cu",
-        "is_ok = wait_flag(op, Rows::done_of(p, p.rank, tid), Phase::kReuse, tid, unused);",
-        "unused = 0;",
+        "is_ok = wait_flag(op, Rows::done_of(p, p.rank, tid), Phase::kReuse, tid, has_left);",
+        "",
         PULLED,
         False,
     ),
@@ -884,7 +927,9 @@ PLANTED = [
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("settings", [EXPERT_MAJOR, {"layout": "flat"}, PULLED], ids=["expert_major", "flat", "pulled"])
+@pytest.mark.parametrize(
+    "settings", [EXPERT_MAJOR, {"layout": "flat", "num_sms": 2}, PULLED], ids=["expert_major", "flat", "pulled"]
+)
 @pytest.mark.parametrize("with_out", [False, True, None])
 def test_the_loop_that_finds_bugs_finds_none_in_cuep(
     world: Any, shuffled: Any, monkeypatch: Any, settings: Any, with_out: bool | None

@@ -35,6 +35,7 @@ FORWARD: dict[str, dict[str, Any]] = {
         "scale_format": "e4m3",
         "scales_per_row": 16,
     },
+    "flat, many scales": {"scales_per_row": 320, "hidden": 320},
     "flat, no scales": {"scales_per_row": 0, "hidden": 48},
 }
 

@@ -48,12 +48,13 @@ CUEP_DEVICE void quantise_row(uint8_t* row) {
 // What a lane has of the caller's scales of a token, as they travel.
 struct GivenScales {
     static constexpr int kWords = kHasScales && !kIsQuant ? (kRowBytes - kTokenBytes) / 4 : 0;
-    static constexpr int kMine = (kWords + kWarpSize - 1) / kWarpSize;
+    static constexpr int kMine = kWords <= 8 * kWarpSize ? (kWords + kWarpSize - 1) / kWarpSize : 8;  // others: later
     uint32_t mine[kMine > 0 ? kMine : 1];
+    int t;
 
-    // Of token t. To be asked for before its row is waited for.
+    // Of a token. To be asked for before its row is waited for.
     template <class Params>
-    CUEP_DEVICE GivenScales(const Params& p, int t) {
+    CUEP_DEVICE GivenScales(const Params& p, int token) : t(token) {
 #pragma unroll
         for (int i = 0; i < kMine; i++) {
             const int word = lane_idx() + kWarpSize * i;
@@ -61,23 +62,28 @@ struct GivenScales {
         }
     }
 
-    CUEP_DEVICE void store(uint8_t* row) const {
+    template <class Params>
+    CUEP_DEVICE void store(const Params& p, uint8_t* row) const {
         uint32_t* scales = reinterpret_cast<uint32_t*>(row + kTokenBytes);
 #pragma unroll
         for (int i = 0; i < kMine; i++) {
             if (lane_idx() + kWarpSize * i < kWords) scales[lane_idx() + kWarpSize * i] = mine[i];
+        }
+        for (int word = lane_idx() + kWarpSize * kMine; word < kWords; word += kWarpSize) {
+            scales[word] = load_scales(p, t, word);
         }
     }
 };
 
 // A token, of which the first kSrcBytes have been loaded, becomes a row as it travels. The whole warp calls, before the
 // bulk stores.
-CUEP_DEVICE void finish_row(const GivenScales& given, uint8_t* row) {
+template <class Params>
+CUEP_DEVICE void finish_row(const Params& p, const GivenScales& given, uint8_t* row) {
     if constexpr (!kHasScales) return;
     if constexpr (kIsQuant) {
         quantise_row(row);
     } else {
-        given.store(row);
+        given.store(p, row);
     }
     fence_proxy_async_shared();
 }

@@ -2,6 +2,7 @@
 // since warps that drift apart peer by peer collide on the links.
 #pragma once
 #include <cuep/base.cuh>
+#include <cuep/sync.cuh>
 
 namespace cuep {
 
@@ -49,17 +50,45 @@ CUEP_DEVICE int32_t row_of_lane(const Params& p, int t) {
     return lane_idx() < kRanks ? p.rows[static_cast<int64_t>(t) * kRanks + lane_idx()] : -1;
 }
 
-// One warp's share of this rank's tokens.
+// One warp's share of this rank's tokens, the same number for every warp.
 struct TokenWalk {
     int t, step, end;
 
+    TokenWalk() = default;
     CUEP_DEVICE TokenWalk(int warp, int num_warps, int num_tokens)
         : t(static_cast<int>(warp * gridDim.x + blockIdx.x)),
           step(static_cast<int>(gridDim.x) * num_warps),
           end(num_tokens) {}
 
     CUEP_DEVICE bool is_over() const { return t >= end; }
+    CUEP_DEVICE void ask() {}
     CUEP_DEVICE void advance() { t += step; }
+};
+
+// One warp's share of this rank's tokens: its own first, then by turns whatever is next, since some multiprocessors get
+// much more of the links than others. `turns` counts them, from 0. The whole warp calls.
+struct TokenTurns {
+    uint32_t* turns;
+    int t, end, num_warps;
+    uint32_t turn;  // of lane 0
+
+    TokenTurns() = default;
+    CUEP_DEVICE TokenTurns(uint32_t* turns_taken, int warp, int num_warps_of_block, int num_tokens)
+        : turns(turns_taken),
+          t(static_cast<int>(warp * gridDim.x + blockIdx.x)),
+          end(num_tokens),
+          num_warps(static_cast<int>(gridDim.x) * num_warps_of_block),
+          turn(0) {}
+
+    CUEP_DEVICE bool is_over() const { return t >= end; }
+
+    // For what advance() goes to. What is done between them hides how long the answer takes.
+    CUEP_DEVICE void ask() {
+        if (!is_over() && lane_idx() == 0) turn = atom_add_relaxed_gpu(turns, 1u);
+    }
+    CUEP_DEVICE void advance() {
+        if (!is_over()) t = num_warps + static_cast<int>(__shfl_sync(0xffffffffu, turn, 0));
+    }
 };
 
 }  // namespace cuep

@@ -7,7 +7,14 @@
 namespace cuep {
 
 enum class Op : uint32_t { kRoute = 0, kDispatch = 1, kCombine = 2, kMask = 3 };  // kMask: in reports alone
-enum class Phase : uint32_t { kReuse = 0, kCounts = 1, kRows = 2, kExcluded = 3, kMask = 4 };  // as in cuep/status.py
+enum class Phase : uint32_t {
+    kReuse = 0,
+    kCounts = 1,
+    kRows = 2,
+    kExcluded = 3,
+    kMask = 4,
+    kLeft = 5
+};  // as in cuep/status.py
 
 constexpr uint32_t kRefused = 0xffffffffu;  // published instead of a count by a rank whose call was refused
 
@@ -32,11 +39,13 @@ struct Control {
         uint64_t read_until;  // ll: what is known of the others: all ranks have read what was sent up to this epoch
         uint32_t num_epochs;  // how many were taken, since the group's first
         uint32_t blocks;      // of the running kernel: through or (ll) past their look at these words
-    } ops[3];                 // of each Op
-    uint32_t broken;          // a wait has timed out: the group is over
-    uint32_t active;          // ll with a mask: bit r: rank r takes part
-    uint32_t excluded[32];    // likewise, of each rank: its last exclusion of this one that has been made good
-    uint32_t agreed[32];      // and its last proposal that this one has agreed to
+        uint32_t turns;       // ht: of the running kernel: how often warps took what is next (TokenTurns)
+        uint32_t unused;
+    } ops[3];               // of each Op
+    uint32_t broken;        // a wait has timed out: the group is over
+    uint32_t active;        // ll with a mask: bit r: rank r takes part
+    uint32_t excluded[32];  // likewise, of each rank: its last exclusion of this one that has been made good
+    uint32_t agreed[32];    // and its last proposal that this one has agreed to
 };
 
 constexpr uint32_t kRefusalsKept = 8;
@@ -249,6 +258,7 @@ CUEP_DEVICE void take_epoch(const Operation& op) {
 
 // One thread of the last block of a kernel.
 CUEP_DEVICE void end_kernel(const Operation& op) {
+    op.control->ops[static_cast<int>(op.op)].turns = 0;
     take_epoch(op);
     st_relaxed_sys(&op.report->ticket, op.ticket);
 }

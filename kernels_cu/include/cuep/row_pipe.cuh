@@ -61,27 +61,36 @@ struct RowPipe {
     static CUEP_DEVICE int after(int stage) { return stage + 1 == kNumStages ? 0 : stage + 1; }
     static CUEP_DEVICE int before(int stage) { return stage == 0 ? kNumStages - 1 : stage - 1; }
 
-    // Moves rows i = first, first + step, ... below end, kNumStages - 1 of them loaded ahead. source(i) is where row i
-    // lies; plan(i) works out where it goes while it is on its way; store(i, plan, row) starts its bulk stores; and
-    // beside(i, plan) has the time in which they run. When it returns all rows are where they go, not only read.
-    template <int kBytes = kRowBytes, class Source, class Plan, class Store, class Beside>
-    CUEP_DEVICE void move(int first, int step, int end, Source source, Plan plan, Store store, Beside beside) {
-        int next = first;
-        for (int stage = 0; stage < kNumStages - 1 && next < end; stage++, next += step)
+    // Moves the rows of a walk (is_over(), ask(), advance()), kNumStages - 1 of them loaded ahead. source(walk) is
+    // where one lies; plan(walk) works out where it goes while it is on its way; store(walk, plan, row) starts its bulk
+    // stores; and beside(walk, plan) has the time in which they run. When it returns all rows are where they go, not
+    // only read.
+    template <int kBytes = kRowBytes, class Walk, class Source, class Plan, class Store, class Beside>
+    CUEP_DEVICE void move(Walk next, Source source, Plan plan, Store store, Beside beside) {
+        Walk loaded[kNumStages - 1];  // oldest first
+#pragma unroll
+        for (int stage = 0; stage < kNumStages - 1; stage++) {
+            loaded[stage] = next;
+            if (next.is_over()) continue;
+            next.ask();
             load<kBytes>(stage, source(next));
-        int stage = 0;
-        for (int i = first; i < end; i += step) {
-            const auto where = plan(i);
+            next.advance();
+        }
+        for (int stage = 0; !loaded[0].is_over(); stage = after(stage)) {
+            const Walk now = loaded[0];
+            next.ask();
+            const auto where = plan(now);
             wait(stage);
-            store(i, where, stage_at(stage));
+            store(now, where, stage_at(stage));
             bulk_commit();
-            beside(i, where);
-            if (next < end) {
-                bulk_wait_read<1>();  // the stage that is refilled was stored one row ago
-                load<kBytes>(before(stage), source(next));
-                next += step;
-            }
-            stage = after(stage);
+            beside(now, where);
+#pragma unroll
+            for (int i = 0; i < kNumStages - 2; i++) loaded[i] = loaded[i + 1];
+            loaded[kNumStages - 2] = next;
+            if (next.is_over()) continue;
+            bulk_wait_read<1>();  // the stage that is refilled was stored one row ago
+            load<kBytes>(before(stage), source(next));
+            next.advance();
         }
         bulk_wait<0>();
     }
