@@ -97,7 +97,7 @@ class HighThroughput:
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
         out = row_pipeline(room, "kNumWarps", 6, 2, smem_bytes)
         if out:
-            out["kTakesTurns"] = int(most_blocks(group) <= _TURNS_BLOCKS)
+            out["kTakesTurns"] = int(not self._is_flat or most_blocks(group) <= _TURNS_BLOCKS)
         in_pieces = not self._is_flat or most_blocks(group) <= _FEW_BLOCKS
         piece, num_ahead = (_PIECE_BYTES, 8) if in_pieces else (cfg.combine_row_bytes, 2)
         home = row_pipeline(min(cfg.combine_row_bytes, piece), "kNumPushWarps", 7, num_ahead, smem_bytes)

@@ -81,6 +81,7 @@ constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
 using PeerRows = WalkOfPeers<kNumRanks>;
 static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
+using Tokens = TokenShare<(kTakesTurns != 0)>;
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
 // Ids of rows beyond the count are -1, whatever an earlier dispatch left there.
@@ -113,6 +114,8 @@ CUEP_DEVICE void store_routing(const Params& p, int t, int dst, int32_t* ids, fl
 struct Plan {
     int32_t rows;  // row_of_lane
     GivenScales scales;
+
+    CUEP_DEVICE Plan(const Params& p, int t) : rows(row_of_lane<kNumRanks>(p, t)), scales(p, t) {}
 };
 
 // Rows of this rank's tokens, and what belongs to them, to each of their ranks; its own, with `out`, straight there.
@@ -122,12 +125,12 @@ struct Sender {
 
     CUEP_DEVICE bool is_out(int dst) const { return dst == p.rank && p.out != nullptr; }
 
-    CUEP_DEVICE void store_rows(const GivenScales& scales, int32_t rows, uint8_t* staged) const {
-        finish_row(p, scales, staged);
+    CUEP_DEVICE void store_rows(const Plan& plan, uint8_t* staged) const {
+        finish_row(p, plan.scales, staged);
 #pragma unroll
         for (int i = 1; i <= kNumRanks; i++) {
             const int dst = (p.rank + i) % kNumRanks;
-            const int32_t row = __shfl_sync(0xffffffffu, rows, dst);
+            const int32_t row = __shfl_sync(0xffffffffu, plan.rows, dst);
             if (row < 0) continue;
             if (is_out(dst)) {
                 store_out(p, row, staged);
@@ -163,37 +166,33 @@ struct Sender {
     }
 };
 
-template <class Walk>
-CUEP_DEVICE void send_rows(const Params& p, const uint32_t* buffers, const Walk& share, Pipe& pipe) {
+CUEP_DEVICE void send_rows(const Params& p, const uint32_t* buffers, const Tokens& share, Pipe& pipe) {
     const Sender sender{p, buffers};
     pipe.move(
         share,
-        [&](const Walk& at) { return p.x + at.t * p.x_stride; },
-        [&](const Walk& at) { return Plan{row_of_lane<kNumRanks>(p, at.t), GivenScales(p, at.t)}; },
-        [&](const Walk&, const Plan& plan, uint8_t* staged) { sender.store_rows(plan.scales, plan.rows, staged); },
-        [&](const Walk& at, const Plan& plan) { sender.store_routings(at.t, plan.rows); });
+        [&](const Tokens& at) { return p.x + at.t * p.x_stride; },
+        [&](const Tokens& at) { return Plan(p, at.t); },
+        [&](const Tokens&, const Plan& plan, uint8_t* staged) { sender.store_rows(plan, staged); },
+        [&](const Tokens& at, const Plan& plan) { sender.store_routings(at.t, plan.rows); });
     fence_proxy_async();
 }
 
 // The same, with a flag behind each row for the ranks that copy it out as it comes.
 CUEP_DEVICE void send_rows_with_flags(
-    const Params& p, const Operation& op, const uint32_t* buffers, const TokenWalk& first, Pipe& pipe) {
+    const Params& p, const Operation& op, const uint32_t* buffers, const Tokens& share, Pipe& pipe) {
     const Sender sender{p, buffers};
     const int lane = lane_idx();
     const bool has_flags = lane < kNumRanks && lane != p.rank && wants_flags(buffers[lane < kNumRanks ? lane : 0]);
     const int32_t base = lane < kNumRanks ? p.send_base[lane] : 0;
-    pipe.move_and_tell(
-        first,
-        [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
-        [](const TokenWalk&) { return uint32_t{kSrcBytes}; },
-        [&](const TokenWalk& walk, uint8_t* staged) {
-            const int32_t rows = row_of_lane<kNumRanks>(p, walk.t);
-            sender.store_rows(GivenScales(p, walk.t), rows, staged);
-            sender.store_routings(walk.t, rows);
-        },
-        [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_row
+    pipe.move(
+        share,
+        [&](const Tokens& at) { return p.x + at.t * p.x_stride; },
+        [&](const Tokens& at) { return Plan(p, at.t); },
+        [&](const Tokens&, const Plan& plan, uint8_t* staged) { sender.store_rows(plan, staged); },
+        [&](const Tokens& at, const Plan& plan) { sender.store_routings(at.t, plan.rows); },
+        [&](const Tokens& at) {  // a lane for each rank; pairs with the wait in receive_row
             fence_proxy_async();
-            const int32_t row = row_of_lane<kNumRanks>(p, walk.t);
+            const int32_t row = row_of_lane<kNumRanks>(p, at.t);
             if (has_flags && row >= 0) st_release_sys(flag_of(p, lane, p.rank, row - base), tagged(op, 0));
         });
 }
@@ -261,14 +260,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_bulk(co
                    p.high_water[p.buffer]);
         const int num_senders = is_out ? kNumSendWarps : kNumWarps;
         if (warp < num_senders) {
-            const int num_tokens = kept_tokens_of(p);
+            const Tokens share(op, warp, num_senders, kept_tokens_of(p));
             if (is_any_flagged<kNumRanks>(p, buffers)) {
-                send_rows_with_flags(p, op, buffers, TokenWalk(warp, num_senders, num_tokens), pipe);
-            } else if constexpr (!kTakesTurns) {
-                send_rows(p, buffers, TokenWalk(warp, num_senders, num_tokens), pipe);
+                send_rows_with_flags(p, op, buffers, share, pipe);
             } else {
-                uint32_t* turns = &op.control->ops[static_cast<int>(op.op)].turns;
-                send_rows(p, buffers, TokenTurns(turns, warp, num_senders, num_tokens), pipe);
+                send_rows(p, buffers, share, pipe);
             }
         }
         if (kNumRanks > 1 && is_out && warp >= kFirstReceiver) {

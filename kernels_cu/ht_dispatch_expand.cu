@@ -15,7 +15,7 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
-constexpr int kNumWarps = 6, kNumStages = 2;
+constexpr int kNumWarps = 6, kNumStages = 2, kTakesTurns = 0;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 using src_t = cuep::bf16_t;
 #endif
@@ -26,6 +26,7 @@ using src_t = cuep::bf16_t;
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t
 CUEP_TUNABLE(kNumWarps, 6, 2);
 CUEP_TUNABLE(kNumStages, 2, 2);
+CUEP_TUNABLE(kTakesTurns, 0, 1);  // 0: every warp has the same number of tokens
 #include <cuep/ht_source.cuh>
 
 using namespace cuep;
@@ -77,6 +78,7 @@ constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
 using Messages = WalkOfPeers<kNumRanks>;
 static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
+using Tokens = TokenShare<(kTakesTurns != 0)>;
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
 CUEP_DEVICE int2* header_of(const Params& p, int dst, int64_t message) {
@@ -114,47 +116,66 @@ CUEP_DEVICE void store_here(const Params& p, const uint8_t* staged, int32_t slot
     }
 }
 
-// The row of token t to each of its ranks: here to all its slots, elsewhere to one, with a header. The whole warp
-// calls.
-CUEP_DEVICE void send_token(const Params& p, const uint32_t* buffers, const TokenWalk& walk, uint8_t* staged) {
-    finish_row(p, GivenScales(p, walk.t), staged);
-    const int lane = lane_idx();
-    const int64_t at = static_cast<int64_t>(walk.t) * kNumTopk + lane;
-    const int32_t id = lane < kNumTopk ? p.ids[at] : -1, slot = id < 0 ? -1 : p.slots[at];
-    const int owner = id < 0 ? -1 : id / kNumLocalExperts;
-    const float weight = id < 0 ? 0.0f : p.weights[at];
-    const int32_t messages = row_of_lane<kNumRanks>(p, walk.t);
+// What is known of a token before its row is there: lane k has id, slot and weight of k, lane r the message to rank r.
+struct Plan {
+    int32_t owner, slot, message;
+    float weight;
+    GivenScales scales;
+
+    CUEP_DEVICE Plan(const Params& p, int t) : message(row_of_lane<kNumRanks>(p, t)), scales(p, t) {
+        const int64_t at = static_cast<int64_t>(t) * kNumTopk + lane_idx();
+        const int32_t id = lane_idx() < kNumTopk ? p.ids[at] : -1;
+        owner = id < 0 ? -1 : id / kNumLocalExperts;
+        slot = id < 0 ? -1 : p.slots[at];
+        weight = id < 0 ? 0.0f : p.weights[at];
+    }
+};
+
+// A token's row to each of its ranks: here to all its slots, elsewhere to one. The whole warp calls.
+CUEP_DEVICE void send_row(const Params& p, const uint32_t* buffers, const Plan& plan, uint8_t* staged) {
+    finish_row(p, plan.scales, staged);
 #pragma unroll
     for (int i = 1; i <= kNumRanks; i++) {
         const int dst = (p.rank + i) % kNumRanks;
-        const int32_t message = __shfl_sync(0xffffffffu, messages, dst);
-        if (message < 0) continue;
-        const int32_t slot_there = owner == dst ? slot : -1;
-        const uint32_t filled = __ballot_sync(0xffffffffu, slot_there >= 0);
+        const uint32_t filled = __ballot_sync(0xffffffffu, plan.owner == dst && plan.slot >= 0);
+        if (filled == 0) continue;
         if (dst == p.rank) {
-            store_here(p, staged, slot, filled);
-            keep_header(p, message, dst, walk.t, slot_there, weight);
+            store_here(p, staged, plan.slot, filled);
             continue;
         }
-        const int32_t first = __shfl_sync(0xffffffffu, slot, filled == 0 ? 0 : __ffs(static_cast<int>(filled)) - 1);
-        if (filled != 0) {
-            bulk_store(at_row<uint8_t>(p, p.tokens_offset, dst, buffers[dst], first, kRowBytes), staged, kRowBytes);
+        const int32_t first = __shfl_sync(0xffffffffu, plan.slot, __ffs(static_cast<int>(filled)) - 1);
+        bulk_store(at_row<uint8_t>(p, p.tokens_offset, dst, buffers[dst], first, kRowBytes), staged, kRowBytes);
+    }
+}
+
+// What goes with it: a header to each of its ranks, here what it would say. The whole warp calls.
+CUEP_DEVICE void send_headers(const Params& p, int t, const Plan& plan) {
+    const int lane = lane_idx();
+    for (int i = 1; i <= kNumRanks; i++) {
+        const int dst = (p.rank + i) % kNumRanks;
+        const int32_t message = __shfl_sync(0xffffffffu, plan.message, dst);
+        if (message < 0) continue;
+        const int32_t slot_there = plan.owner == dst ? plan.slot : -1;
+        if (dst == p.rank) {
+            keep_header(p, message, dst, t, slot_there, plan.weight);
+        } else if (lane < kNumTopk) {
+            header_of(p, dst, message)[lane] = make_int2(slot_there, __float_as_int(plan.weight));
         }
-        if (lane < kNumTopk) header_of(p, dst, message)[lane] = make_int2(slot_there, __float_as_int(weight));
     }
 }
 
 CUEP_DEVICE void send_rows(const Params& p, const Operation& op, const uint32_t* buffers, int warp, Pipe& pipe) {
-    pipe.move_and_tell(
-        TokenWalk(warp, kNumSendWarps, kept_tokens_of(p)),
-        [&](const TokenWalk& walk) { return p.x + walk.t * p.x_stride; },
-        [](const TokenWalk&) { return uint32_t{kSrcBytes}; },
-        [&](const TokenWalk& walk, uint8_t* staged) { send_token(p, buffers, walk, staged); },
-        [&](const TokenWalk& walk) {  // a lane for each rank; pairs with the wait in receive_message
+    pipe.move(
+        Tokens(op, warp, kNumSendWarps, kept_tokens_of(p)),
+        [&](const Tokens& at) { return p.x + at.t * p.x_stride; },
+        [&](const Tokens& at) { return Plan(p, at.t); },
+        [&](const Tokens&, const Plan& plan, uint8_t* staged) { send_row(p, buffers, plan, staged); },
+        [&](const Tokens& at, const Plan& plan) { send_headers(p, at.t, plan); },
+        [&](const Tokens& at) {  // a lane for each rank; pairs with the wait in receive_message
             fence_proxy_async();
-            const int32_t message = row_of_lane<kNumRanks>(p, walk.t);
+            const int32_t message = row_of_lane<kNumRanks>(p, at.t);
             if (message >= 0 && lane_idx() != p.rank) {
-                st_release_sys(flag_of(p, lane_idx(), message), tagged(op, static_cast<uint32_t>(walk.t)));
+                st_release_sys(flag_of(p, lane_idx(), message), tagged(op, static_cast<uint32_t>(at.t)));
             }
         });
 }

@@ -36,7 +36,7 @@ BENCHED = {
     ),
     "ht": (
         *("ht:tokens=4096:floor=1", "ht:tokens=4096:layout=expert_major:alignment=128"),
-        *("ht:tokens=4096:quant=fp8_block128", "ht:tokens=4096:num_sms=8"),
+        "ht:tokens=4096:quant=fp8_block128",
         *(f"ht:tokens=4096:variants=combine=pull:combine_buffer=1{few}" for few in (":num_sms=8", "")),
     ),
 }

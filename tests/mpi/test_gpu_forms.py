@@ -119,7 +119,7 @@ def test_a_captured_combine_buffer(world: Any) -> None:
                     graph.launch()
                 group.check()
                 rig.compare(step)
-        with pytest.raises(cuep.ArgumentError, match="a combine buffer that another handle holds"):
+        with pytest.raises(cuep.ArgumentError, match="combine buffer that another handle, or a graph, holds"):
             other.dispatch()
             other.handle.combine(asking.out, stream=stream)
         for rig in (asking, copying, other):

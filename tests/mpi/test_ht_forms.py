@@ -589,6 +589,48 @@ def test_combine_buffers(world: Any, groups: Any) -> None:
     one.check()
 
 
+def test_combine_buffers_that_graphs_use(world: Any, groups: Any, monkeypatch: Any) -> None:
+    """A handle holds them for good: what it asked for in a capture, and what a captured combine copied into."""
+    if world.backend.name != "cpu":
+        pytest.skip("tests with graphs: test_gpu_forms.py")
+    group, stream = groups("pulled", num_buffers=4), world.stream()
+    step = random_step(world, group.cfg, 6, 8)
+    want = Expected(world, group.cfg, step)
+    rows = want.expert_out(want.max_rows)
+    asking, sending, copying, other = (routed(world, group, step) for _ in range(4))
+    is_capturing = False
+    monkeypatch.setattr(type(world.backend.stream(stream)), "is_capturing", lambda _: is_capturing)
+    for handle in (asking, sending, copying):
+        handle.dispatch(step.x, stream=stream).release()
+    sent = sending.combine_buffer(stream=stream)
+    is_capturing = True
+    asked = asking.combine_buffer(stream=stream)  # the rest of its combine is not captured
+    sending.combine(sent, stream=stream)
+    copying.combine(rows, stream=stream)
+    is_capturing = False
+    world.backend.synchronize()
+    for handle, given in ((asking, asked), (sending, sent), (copying, rows)):
+        given[...] = rows
+        handle.dispatch(step.x, stream=stream).release()
+        y = handle.combine(given, stream=stream)
+        group.check()
+        reference.assert_same(y, want.y(), "y")
+    last = other.combine_buffer(stream=stream)
+    assert not np.shares_memory(last, asked) and not np.shares_memory(last, sent)
+    with pytest.raises(cuep.ArgumentError, match="all 4 combine buffers are held"):
+        routed(world, group, step).combine_buffer(stream=stream)
+    other.dispatch(step.x, stream=stream).release()
+    with pytest.raises(cuep.ArgumentError, match="combine buffer that another handle, or a graph, holds"):
+        other.combine(sent, stream=stream)
+    for handle in (asking, sending, copying, other):
+        handle.close()
+    handles = [routed(world, group, step) for _ in range(4)]
+    assert len({handle.combine_buffer().ctypes.data for handle in handles}) == 4  # all are back
+    for handle in handles:
+        handle.close()
+    group.check()
+
+
 @pytest.mark.ranks(2)
 def test_a_rank_that_gives_up_while_it_is_read(world: Any, monkeypatch: Any) -> None:
     """What it makes next of its combine buffer may be what the slow peer reads: both learn of it."""
@@ -820,18 +862,34 @@ PLANTED = [
     (
         "a flag is released when its row is only read",
         "include/cuep/row_pipe.cuh",
-        "bulk_wait<kLate>();",
-        "bulk_wait_read<kLate>();",
-        EXPERT_MAJOR,
+        "bulk_wait<kNumUntold>();",
+        "bulk_wait_read<kNumUntold>();",
+        EXPERT_MAJOR | {"num_sms": 2},
         True,
     ),
     (
         "the last flags are released when their rows are only read",
         "include/cuep/row_pipe.cuh",
-        "bulk_wait<0>();\n        for",
-        "bulk_wait_read<0>();\n        for",
+        "bulk_wait<0>();\n        if constexpr",
+        "bulk_wait_read<0>();\n        if constexpr",
         EXPERT_MAJOR,
         True,
+    ),
+    (
+        "a row counts as brought when it is only read",
+        "include/cuep/row_pipe.cuh",
+        "bulk_wait<kLate>();",
+        "bulk_wait_read<kLate>();",
+        {"hidden": 1024, "num_sms": 1},
+        False,
+    ),
+    (
+        "the last rows count as brought when they are only read",
+        "include/cuep/row_pipe.cuh",
+        "bulk_wait<0>();\n        for",
+        "bulk_wait_read<0>();\n        for",
+        {},
+        False,
     ),
     (
         "one bank of ready words",

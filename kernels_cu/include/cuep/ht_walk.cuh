@@ -2,6 +2,7 @@
 // since warps that drift apart peer by peer collide on the links.
 #pragma once
 #include <cuep/base.cuh>
+#include <cuep/operation.cuh>
 #include <cuep/sync.cuh>
 
 namespace cuep {
@@ -66,15 +67,15 @@ struct TokenWalk {
 };
 
 // One warp's share of this rank's tokens: its own first, then by turns whatever is next, since some multiprocessors get
-// much more of the links than others. `turns` counts them, from 0. The whole warp calls.
+// much more of the links than others. Control counts the turns, from 0. The whole warp calls.
 struct TokenTurns {
     uint32_t* turns;
     int t, end, num_warps;
     uint32_t turn;  // of lane 0
 
     TokenTurns() = default;
-    CUEP_DEVICE TokenTurns(uint32_t* turns_taken, int warp, int num_warps_of_block, int num_tokens)
-        : turns(turns_taken),
+    CUEP_DEVICE TokenTurns(const Operation& op, int warp, int num_warps_of_block, int num_tokens)
+        : turns(&op.control->ops[static_cast<int>(op.op)].turns),
           t(static_cast<int>(warp * gridDim.x + blockIdx.x)),
           end(num_tokens),
           num_warps(static_cast<int>(gridDim.x) * num_warps_of_block),
@@ -89,6 +90,18 @@ struct TokenTurns {
     CUEP_DEVICE void advance() {
         if (!is_over()) t = num_warps + static_cast<int>(__shfl_sync(0xffffffffu, turn, 0));
     }
+};
+
+// The one or the other.
+template <bool kTakesTurns>
+struct TokenShare : TokenTurns {
+    using TokenTurns::TokenTurns;
+};
+template <>
+struct TokenShare<false> : TokenWalk {
+    TokenShare() = default;
+    CUEP_DEVICE TokenShare(const Operation&, int warp, int num_warps, int num_tokens)
+        : TokenWalk(warp, num_warps, num_tokens) {}
 };
 
 }  // namespace cuep

@@ -18,6 +18,13 @@ struct Pieces {
     }
 };
 
+// In the place of what tells others about a row, where nobody is told.
+struct Untold {};
+template <class Release>
+constexpr bool kTells = true;
+template <>
+constexpr bool kTells<Untold> = false;
+
 // kRoom: of shared memory for a row, where it becomes more than was loaded.
 template <int kRowBytes, int kNumStages, int kRoom = kRowBytes>
 struct RowPipe {
@@ -61,22 +68,32 @@ struct RowPipe {
     static CUEP_DEVICE int after(int stage) { return stage + 1 == kNumStages ? 0 : stage + 1; }
     static CUEP_DEVICE int before(int stage) { return stage == 0 ? kNumStages - 1 : stage - 1; }
 
-    // Moves the rows of a walk (is_over(), ask(), advance()), kNumStages - 1 of them loaded ahead. source(walk) is
-    // where one lies; plan(walk) works out where it goes while it is on its way; store(walk, plan, row) starts its bulk
-    // stores; and beside(walk, plan) has the time in which they run. When it returns all rows are where they go, not
-    // only read.
-    template <int kBytes = kRowBytes, class Walk, class Source, class Plan, class Store, class Beside>
-    CUEP_DEVICE void move(Walk next, Source source, Plan plan, Store store, Beside beside) {
-        Walk loaded[kNumStages - 1];  // oldest first
+    // Moves the rows of a walk (is_over(), ask(), advance()), kNumAhead of them loaded ahead. source(walk) is where one
+    // lies; plan(walk) works out where it goes while it is on its way; store(walk, plan, row) starts its bulk stores;
+    // and beside(walk, plan) has the time in which they run. When it returns all rows are where they go, not only read.
+    // release(walk), if given, tells others about a row: it comes some rows later, when all that is done. The walk is
+    // gone through once, so what is on its way is kept.
+    template <int kBytes = kRowBytes,
+              class Walk,
+              class Source,
+              class Plan,
+              class Store,
+              class Beside,
+              class Release = Untold>
+    CUEP_DEVICE void move(
+        Walk next, Source source, Plan plan, Store store, Beside beside, Release release = Release()) {
+        constexpr int kNumUntold = kTells<Release> ? kNumStages - 1 : 1;
+        Walk loaded[kNumAhead], untold[kNumUntold];  // oldest first
+        int num_untold = 0, refilled = kNumAhead;
 #pragma unroll
-        for (int stage = 0; stage < kNumStages - 1; stage++) {
+        for (int stage = 0; stage < kNumAhead; stage++) {
             loaded[stage] = next;
             if (next.is_over()) continue;
             next.ask();
             load<kBytes>(stage, source(next));
             next.advance();
         }
-        for (int stage = 0; !loaded[0].is_over(); stage = after(stage)) {
+        for (int stage = 0; !loaded[0].is_over(); stage = after(stage), refilled = after(refilled)) {
             const Walk now = loaded[0];
             next.ask();
             const auto where = plan(now);
@@ -84,15 +101,35 @@ struct RowPipe {
             store(now, where, stage_at(stage));
             bulk_commit();
             beside(now, where);
+            if constexpr (kTells<Release>) {
+                if (num_untold == kNumUntold) {
+                    bulk_wait<kNumUntold>();  // all the way, not only read: others are told that the row is there
+                    release(untold[0]);
+                    num_untold--;
 #pragma unroll
-            for (int i = 0; i < kNumStages - 2; i++) loaded[i] = loaded[i + 1];
-            loaded[kNumStages - 2] = next;
+                    for (int i = 0; i < kNumUntold - 1; i++) untold[i] = untold[i + 1];
+                }
+#pragma unroll
+                for (int i = 0; i < kNumUntold; i++) {
+                    if (i == num_untold) untold[i] = now;
+                }
+                num_untold++;
+            }
+#pragma unroll
+            for (int i = 0; i < kNumAhead - 1; i++) loaded[i] = loaded[i + 1];
+            loaded[kNumAhead - 1] = next;
             if (next.is_over()) continue;
-            bulk_wait_read<1>();  // the stage that is refilled was stored one row ago
-            load<kBytes>(before(stage), source(next));
+            bulk_wait_read<kNumStoring>();  // the stage that is refilled was stored so many rows ago
+            load<kBytes>(refilled, source(next));
             next.advance();
         }
         bulk_wait<0>();
+        if constexpr (kTells<Release>) {
+#pragma unroll
+            for (int i = 0; i < kNumUntold; i++) {
+                if (i < num_untold) release(untold[i]);
+            }
+        }
     }
 
     // Moves the rows, or pieces of rows, of a walk (is_over(), advance()) and releases what tells others about one
