@@ -120,8 +120,8 @@ class GroupConfig:
         variants: operation -> kernel variant, for example {"dispatch": "direct"}; see kernels_cu/README.md. ll: up to
             128 tokens rows travel in a form that counts on NVLink; a group of GPUs on other links is refused and must
             name "direct" here, with reduce="per_rank" for combine "partial". ht flat: {"combine": "pull"} is faster
-            with few multiprocessors where the experts write into Handle.combine_buffer(); it takes num_buffers buffers
-            of the size of Received.tokens.
+            with few multiprocessors where the experts write into Handle.combine_buffer(). That takes num_buffers
+            buffers of symmetric memory, of combine_dtype and as many rows as Received.tokens.
     """
 
     mode: str

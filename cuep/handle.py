@@ -349,7 +349,8 @@ class Handle:
 
         Where combine pulls (ht, flat, variants={"combine": "pull"}) it is one of the num_buffers combine buffers in
         symmetric memory, and what lies there need not be copied. The handle holds it until its next combine (for good,
-        if either is captured), so ask again for each: it is the same one if no other handle has taken it.
+        if either is captured), so ask again for each: it is the same one if no other handle has taken it. combine
+        copies what lies elsewhere into one that is free.
 
         Elsewhere it saves nothing over any other array, as combine sends from wherever the rows are, but it is there,
         has a fixed address, and is counted by cuep.footprint ("combine_buffer").
@@ -360,7 +361,7 @@ class Handle:
 
         Raises:
             OrderError: its first use allocates and is inside a capture. MemoryError: no room for it. ArgumentError:
-                other handles hold all combine buffers.
+                all combine buffers are held, by other handles or for captured graphs.
         """
         group, cfg = self.group, self.group.cfg
         with group.lock:

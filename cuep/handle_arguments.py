@@ -105,11 +105,11 @@ def combine_call(
         for name, view in (("out", y), *zip(names, biases, strict=True)):
             for rows in _rows_of_peers(handle):
                 arrays.check_disjoint(view, name, arrays.extent(rows), theirs)
-    pulled = group.mode.answer_buffers()
-    if pulled is not None:
+    if group.mode.combine_buffers is not None:
+        pulled = arrays.extent(group.mode.combine_buffers.memory)
         for name, view in (("out", y), ("row_weight_grads", grads), *zip(names, biases, strict=True)):
             if view is not None:
-                arrays.check_disjoint(view, name, arrays.extent(pulled), "a combine buffer, which is for expert_out")
+                arrays.check_disjoint(view, name, pulled, "a combine buffer, which is for expert_out")
     for name, bias_view in zip(names, biases, strict=True):
         own = arrays.rows_of(bias_view)
         if (own[0], own[2]) != (written[0], written[2]):  # row by row, y may be written over its bias

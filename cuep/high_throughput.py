@@ -5,7 +5,6 @@ Protocols: kernels_cu/README.md.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from cuep.launching import (
     set_count,
     set_scales,
 )
+from cuep.leases import CombineBuffers, Hold, Lease
 from cuep.params import Constant, FastRecord
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _ROUTE_BLOCKS = 8  # one places rows, one counts experts, the others copy
 _SMEM_BYTES = 200 * 1024  # of a block, for rows in flight, where the GPU has that much
 _STATIC_SMEM_BYTES = 2048  # left for everything else
-_TURNS_BLOCKS = 64  # up to so many, some of which get more of the links than others, flat dispatch gives rows by turns
+_TURNS_BLOCKS = 64  # up to so many, flat dispatch gives rows by turns; with more, links are the limit
 _PIECE_BYTES = 3584  # of a row that a combine kernel moves in pieces
 _FEW_BLOCKS = 24  # up to so many are too few to fill the links unless flat combine keeps more rows on their way
 _RECV_FIELDS = ("topk_idx", "topk_weights", "source")  # of a receive buffer (flat), beside rows
@@ -42,7 +42,7 @@ _RECV_FIELDS = ("topk_idx", "topk_weights", "source")  # of a receive buffer (fl
 
 @dataclass
 class HandleState:
-    """Params of a handle's kernels, all but what changes from call to call, and the receive buffer that it holds."""
+    """Params of a handle's kernels, all but what changes from call to call, and the buffers that it holds."""
 
     route: FastRecord
     dispatch: FastRecord
@@ -52,24 +52,7 @@ class HandleState:
     first_use: int | None = None  # ticket of the first dispatch that was launched with the lease
     is_captured: bool = False  # each replay of a graph receives into that buffer
     is_out: bool = False  # rows of the newest dispatch are in the caller's own array
-    answer: Lease | None = None  # combine buffer, from when the caller asks for it until combine
-    last_answer: int | None = None  # number of the newest
-    is_answer_captured: bool = False  # it is held for good: each replay of a graph uses it
-    captured_copies: list[Lease] = field(default_factory=list)  # likewise, what captured combines copied into
-
-
-class Lease:
-    """One receive or combine buffer, held until it is given back, or until nobody holds the lease: no handle and no
-    Received. wanted: the one to take, if it is free."""
-
-    def __init__(self, free_buffers: list[int], wanted: int | None = None) -> None:
-        self.buffer = wanted if wanted in free_buffers else free_buffers[0]
-        free_buffers.remove(self.buffer)
-        self.give_back = weakref.finalize(self, free_buffers.append, self.buffer)
-
-    @property
-    def is_held(self) -> bool:
-        return self.give_back.alive
+    hold: Hold = field(default_factory=Hold)  # on combine buffers
 
 
 class HighThroughput:
@@ -80,9 +63,12 @@ class HighThroughput:
         self._group = group
         self._is_flat = cfg.layout == "flat"
         self._free_buffers = list(range(cfg.num_buffers))
-        self._is_pulled = layout.is_pulled(cfg)
-        self._free_answers = list(range(cfg.num_buffers if self._is_pulled else 0))
         self._max_rows = layout.max_recv_rows(cfg, group.num_ranks)
+        self.combine_buffers: CombineBuffers | None = None  #: where combine pulls
+        if layout.is_pulled(cfg):
+            first, row_bytes = group.memory.address + group.arena.offsets["combine_rows"], cfg.combine_row_bytes
+            memory = (int(first), cfg.num_buffers * self._max_rows, row_bytes, row_bytes)
+            self.combine_buffers = CombineBuffers(memory, self._max_rows, has_peers=group.num_ranks > 1)
         group.workspace["high_water"][...] = self._max_rows  # ids of a fresh buffer are no ids either
         routing: dict[str, Constant] = {
             "kNumRanks": group.num_ranks,
@@ -91,13 +77,13 @@ class HighThroughput:
         }
         sent = routing | sent_row(cfg)
         returned = routing | {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
-        returned["kIsPulled"] = self._is_pulled
+        returned["kIsPulled"] = self.combine_buffers is not None
         smem_bytes = group.world.backend.max_smem_bytes
         route, dispatch = ("ballot", "bulk") if self._is_flat else ("slots", "expand")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
         out = row_pipeline(room, "kNumWarps", 6, 2, smem_bytes)
-        if out:
-            out["kTakesTurns"] = int(not self._is_flat or most_blocks(group) <= _TURNS_BLOCKS)
+        if self._is_flat:
+            sent["kTakesTurns"] = most_blocks(group) <= _TURNS_BLOCKS
         in_pieces = not self._is_flat or most_blocks(group) <= _FEW_BLOCKS
         piece, num_ahead = (_PIECE_BYTES, 8) if in_pieces else (cfg.combine_row_bytes, 2)
         home = row_pipeline(min(cfg.combine_row_bytes, piece), "kNumPushWarps", 7, num_ahead, smem_bytes)
@@ -118,10 +104,10 @@ class HighThroughput:
 
     def detach(self, handle: Handle) -> None:
         state = handle.state
-        if state is not None:
-            for lease in (state.lease, state.answer, *state.captured_copies):
-                if lease is not None:
-                    lease.give_back()
+        if state is not None and state.lease is not None:
+            state.lease.give_back()
+        if state is not None and self.combine_buffers is not None:
+            self.combine_buffers.give_back(state.hold)
         handle.state = None
 
     def route(self, handle: Handle, stream: Stream) -> None:
@@ -195,8 +181,8 @@ class HighThroughput:
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         cfg = self._group.cfg
         self._check_rows(expert_out, "expert_out", str(cfg.combine_dtype), cfg.hidden, cfg.combine_row_bytes)
-        if self._is_pulled:
-            self._answer_of(handle, expert_out)
+        if self.combine_buffers is not None:
+            self.combine_buffers.find(handle.state.hold, expert_out)
 
     def combine_buffer(self, handle: Handle, stream: Stream) -> Array | None:
         """Symmetric memory for expert_out, which the handle holds until its next combine; None: the mode has none.
@@ -204,85 +190,14 @@ class HighThroughput:
         Raises:
             ArgumentError: other handles hold all.
         """
-        if not self._is_pulled:
+        if self.combine_buffers is None:
             return None
-        group, state = self._group, handle.state
-        if state.answer is None:
-            if not self._free_answers:
-                raise ArgumentError(f"combine_buffer: {self._all_held()}")
-            state.answer = Lease(self._free_answers, state.last_answer)
-        state.last_answer = state.answer.buffer
-        state.is_answer_captured = state.is_answer_captured or stream.is_capturing()
+        number = self.combine_buffers.ask(handle.state.hold, is_capturing=stream.is_capturing())
+        group = self._group
         shape, dtype = layout.combine_buffer(group.cfg, group.num_ranks)
         rows = group.region("combine_rows").view(group.world.backend.array_dtype(layout.dtype_of(dtype)))
         buffers: Array = rows.reshape(group.cfg.num_buffers, *shape)
-        return buffers[state.answer.buffer]
-
-    def _all_held(self) -> str:
-        number = self._group.cfg.num_buffers
-        return (
-            f"all {number} combine buffers are held, by other handles or for what replays of graphs copy; combine or"
-            f" close a handle, or make the group with num_buffers > {number}"
-        )
-
-    def answer_buffers(self) -> Rows | None:
-        """Memory that peers pull from, where they do."""
-        if not self._is_pulled:
-            return None
-        num_rows, row_bytes = self._group.cfg.num_buffers * self._max_rows, self._group.cfg.combine_row_bytes
-        return self._first_answer, num_rows, row_bytes, row_bytes
-
-    @property
-    def _first_answer(self) -> int:
-        group = self._group
-        return int(group.memory.address + group.arena.offsets["combine_rows"])
-
-    def _answer_of(self, handle: Handle, expert_out: View) -> tuple[int, bool]:
-        """The combine buffer that peers pull from, and whether expert_out is to be copied there.
-
-        Raises:
-            ArgumentError: expert_out is the buffer of another handle, or there is none to copy to.
-        """
-        group, state, free = self._group, handle.state, self._free_answers
-        row_bytes = group.cfg.combine_row_bytes
-        own = [] if state.answer is None else [state.answer.buffer]
-        buffer, offset = divmod(expert_out.address - self._first_answer, self._max_rows * row_bytes)
-        is_inside = 0 <= buffer < group.cfg.num_buffers and expert_out.shape[0] > 0
-        if is_inside:
-            if buffer not in own and buffer not in free:
-                raise ArgumentError(
-                    "expert_out lies in a combine buffer that another handle, or a graph, holds; allowed: what this"
-                    " handle's combine_buffer() returned since its last combine, or any other array"
-                )
-            if offset == 0 and expert_out.strides[0] == row_bytes:
-                return buffer, False
-        if expert_out.shape[0] == 0 or group.num_ranks == 1:
-            return 0, True  # nothing is copied
-        known = [lease.buffer for lease in state.captured_copies]
-        known += [state.last_answer] if state.last_answer in free else []
-        places = [place for place in (*own, *known, *free) if not (is_inside and place == buffer)]
-        if not places:
-            raise ArgumentError(
-                f"expert_out is not what combine_buffer() returned, so it must be copied, but {self._all_held()}"
-                if not is_inside
-                else "expert_out is a part of the only combine buffer that is free, and must be copied into another:"
-                " give it as combine_buffer() returned it, or make the group with more num_buffers"
-            )
-        return places[0], True
-
-    def _use_answer(self, handle: Handle, record: FastRecord, expert_out: View, stream: Stream) -> None:
-        """Tell a kernel that pulls where its peers find this rank's rows. The handle holds the buffer no longer, unless
-        replays of a graph will use it again."""
-        state = handle.state
-        buffer, is_copied = self._answer_of(handle, expert_out)
-        record["buffer"], record["is_copied"] = buffer, is_copied
-        if stream.is_capturing():
-            state.is_answer_captured = state.is_answer_captured or state.answer is not None
-            if buffer in self._free_answers:
-                state.captured_copies.append(Lease(self._free_answers, buffer))
-        elif state.answer is not None and not state.is_answer_captured:
-            state.answer.give_back()
-            state.answer = None
+        return buffers[number]
 
     def row_weight_grads_shape(self, handle: Handle) -> tuple[int | None, ...]:
         """Of combine's row_weight_grads; None: at least as many as rows were received."""
@@ -293,8 +208,10 @@ class HighThroughput:
         set_combine(record, handle, call, call.expert_out.strides[0])
         rows = min(self._max_rows, call.expert_out.shape[0])
         record["num_rows"] = rows if grads is None else min(rows, grads.shape[0])
-        if self._is_pulled:
-            self._use_answer(handle, record, call.expert_out, stream)
+        if self.combine_buffers is not None:
+            record["buffer"], record["is_copied"] = self.combine_buffers.use(
+                handle.state.hold, call.expert_out, is_capturing=stream.is_capturing()
+            )
         return self._combine.launch(record, stream, handle.arrays, *call.objects())
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:

@@ -173,8 +173,7 @@ def is_pulled(cfg: GroupConfig) -> bool:
 
 
 def combine_variant(cfg: GroupConfig) -> str:
-    """The kernel of combine in ht: as GroupConfig.variants says, else the one that is faster with so many
-    multiprocessors (measured: kernels_cu/README.md)."""
+    """The kernel of combine in ht: as GroupConfig.variants says, else the one that takes rows from any array."""
     own = "partial" if cfg.layout != "flat" else "push"
     return cfg.variants.get("combine", own)
 

@@ -53,6 +53,8 @@ class HandleState:
 class LowLatency:
     """The ll kernels of a group."""
 
+    combine_buffers: None = None  #: rows are sent from wherever they lie
+
     def __init__(self, group: Group) -> None:
         cfg = group.cfg
         self._group = group
@@ -152,11 +154,7 @@ class LowLatency:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)
 
     def combine_buffer(self, handle: Handle, stream: Stream) -> Array | None:
-        """There is none: rows are sent from wherever they lie."""
-        return None
-
-    def answer_buffers(self) -> Rows | None:
-        """There are none."""
+        """There is none."""
         return None
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:

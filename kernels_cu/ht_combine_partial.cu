@@ -26,7 +26,7 @@ CUEP_TUNABLE(kNumSumWarps, 8, 1);
 CUEP_TUNABLE(kNumStages, 8, 3);
 CUEP_TUNABLE(kMostPieceBytes, 3584, 64);
 
-static_assert(!kIsPulled, "cuep/layout.py has combine buffers for variants named pull...");
+static_assert(!kIsPulled, "variants named pull... have combine buffers: cuep/layout.py");
 
 using namespace cuep;
 

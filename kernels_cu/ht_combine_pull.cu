@@ -2,8 +2,8 @@
 // High-throughput combine that pulls: expert output lies in symmetric memory (Handle.combine_buffer), and the owner of
 // a token reads its rows where they are and adds them up, fp32, in order of rank, rounded once. Each row is read once
 // and stored nowhere but in y, so few multiprocessors do: half of what pushing takes. Rows from elsewhere are copied
-// into such memory first, which is not hidden behind anything. Cost: a combine buffer of the size of a receive buffer,
-// in place of the staging of pushed rows.
+// into such memory first, which is not hidden behind anything. Cost: combine buffers of as many rows as a rank may
+// receive, in place of the staging of pushed rows.
 #include <cuep/base.cuh>
 #include <cuep/sync.cuh>
 #include <cuep/convert.cuh>
@@ -18,7 +18,7 @@ using elem_t = cuep::bf16_t;
 // compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kIsPulled=true
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kIsPulled=true
 CUEP_TUNABLE(kNumWarps, 32, 2);
-static_assert(kIsPulled, "cuep/layout.py has combine buffers for variants named pull...");
+static_assert(kIsPulled, "only variants named pull... have combine buffers: cuep/layout.py");
 
 using namespace cuep;
 
@@ -99,7 +99,7 @@ CUEP_DEVICE void copy_in(const Params& p) {
     }
 }
 
-// Tells all ranks which buffer holds this rank's rows, when they are there: no block waits for another of its rank.
+// Tells all ranks which buffer holds this rank's rows, when they are there. Nobody waits in here.
 CUEP_DEVICE void publish(const Params& p, const Operation& op, bool is_refused) {
     bool is_teller = blockIdx.x == 0;
     if (p.is_copied || p.row_weight_grads != nullptr) {

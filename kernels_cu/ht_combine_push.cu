@@ -25,7 +25,7 @@ CUEP_TUNABLE(kNumSumWarps, 12, 1);
 CUEP_TUNABLE(kNumStages, 2, 4);
 CUEP_TUNABLE(kMostPieceBytes, 131072, 256);  // of a row that is pushed
 
-static_assert(!kIsPulled, "cuep/layout.py has combine buffers for variants named pull...");
+static_assert(!kIsPulled, "variants named pull... have combine buffers: cuep/layout.py");
 
 using namespace cuep;
 

@@ -15,18 +15,17 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumWarps = 6, kNumStages = 2;
-constexpr int kTakesTurns = 0;
+constexpr bool kTakesTurns = false;  // every warp has the same number of tokens
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 src_t=cuep::bf16_t
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 src_t=float
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t kTakesTurns=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t kTakesTurns=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 src_t=cuep::bf16_t kTakesTurns=false
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 src_t=float kTakesTurns=true
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t kTakesTurns=false
 CUEP_TUNABLE(kNumWarps, 6, 2);
 CUEP_TUNABLE(kNumStages, 2, 2);
-CUEP_TUNABLE(kTakesTurns, 0, 1);  // 0: every warp has the same number of tokens
 #include <cuep/ht_source.cuh>
 
 using namespace cuep;
@@ -81,7 +80,7 @@ constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
 using PeerRows = WalkOfPeers<kNumRanks>;
 static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
-using Tokens = TokenShare<(kTakesTurns != 0)>;
+using Tokens = TokenShare<kTakesTurns>;
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
 // Ids of rows beyond the count are -1, whatever an earlier dispatch left there.

@@ -15,7 +15,7 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
-constexpr int kNumWarps = 6, kNumStages = 2, kTakesTurns = 0;
+constexpr int kNumWarps = 6, kNumStages = 2;
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 using src_t = cuep::bf16_t;
 #endif
@@ -26,7 +26,6 @@ using src_t = cuep::bf16_t;
 // compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t
 CUEP_TUNABLE(kNumWarps, 6, 2);
 CUEP_TUNABLE(kNumStages, 2, 2);
-CUEP_TUNABLE(kTakesTurns, 0, 1);  // 0: every warp has the same number of tokens
 #include <cuep/ht_source.cuh>
 
 using namespace cuep;
@@ -78,7 +77,6 @@ constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
 using Messages = WalkOfPeers<kNumRanks>;
 static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
-using Tokens = TokenShare<(kTakesTurns != 0)>;
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
 CUEP_DEVICE int2* header_of(const Params& p, int dst, int64_t message) {
@@ -166,12 +164,12 @@ CUEP_DEVICE void send_headers(const Params& p, int t, const Plan& plan) {
 
 CUEP_DEVICE void send_rows(const Params& p, const Operation& op, const uint32_t* buffers, int warp, Pipe& pipe) {
     pipe.move(
-        Tokens(op, warp, kNumSendWarps, kept_tokens_of(p)),
-        [&](const Tokens& at) { return p.x + at.t * p.x_stride; },
-        [&](const Tokens& at) { return Plan(p, at.t); },
-        [&](const Tokens&, const Plan& plan, uint8_t* staged) { send_row(p, buffers, plan, staged); },
-        [&](const Tokens& at, const Plan& plan) { send_headers(p, at.t, plan); },
-        [&](const Tokens& at) {  // a lane for each rank; pairs with the wait in receive_message
+        TokenTurns(op, warp, kNumSendWarps, kept_tokens_of(p)),
+        [&](const TokenTurns& at) { return p.x + at.t * p.x_stride; },
+        [&](const TokenTurns& at) { return Plan(p, at.t); },
+        [&](const TokenTurns&, const Plan& plan, uint8_t* staged) { send_row(p, buffers, plan, staged); },
+        [&](const TokenTurns& at, const Plan& plan) { send_headers(p, at.t, plan); },
+        [&](const TokenTurns& at) {  // a lane for each rank; pairs with the wait in receive_message
             fence_proxy_async();
             const int32_t message = row_of_lane<kNumRanks>(p, at.t);
             if (message >= 0 && lane_idx() != p.rank) {

@@ -1,7 +1,7 @@
 // What high-throughput combines share: rows come home to the owners of the tokens, one per (token, rank). Push warps
 // store them into the owner's staging, each with its flag; sum warps add up this rank's own tokens as their rows
 // arrive: fp32, in order of rank, then bias, rounded once. A kernel says how it makes a row that it pushes, and where
-// its own term of a sum is.
+// its own term of a sum is. (A combine that pulls has the words and the sums of it, nothing else.)
 //
 // A release waits for all that is under way to the peers, which takes several microseconds where much is. So flags may
 // have a warp of their own (kNumTellWarps): then the warps that push go on, and rows that are there share a release.

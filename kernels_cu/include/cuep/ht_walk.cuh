@@ -1,5 +1,5 @@
-// The order in which warps take the rows between this rank and each of its peers: low slots first, peers interleaved,
-// since warps that drift apart peer by peer collide on the links.
+// Which warp takes what. Rows between this rank and each of its peers: low slots first, peers interleaved, since warps
+// that drift apart peer by peer collide on the links. This rank's tokens: in order, or by turns.
 #pragma once
 #include <cuep/base.cuh>
 #include <cuep/operation.cuh>

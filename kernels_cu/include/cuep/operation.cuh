@@ -258,7 +258,7 @@ CUEP_DEVICE void take_epoch(const Operation& op) {
 
 // One thread of the last block of a kernel.
 CUEP_DEVICE void end_kernel(const Operation& op) {
-    op.control->ops[static_cast<int>(op.op)].turns = 0;
+    op.control->ops[static_cast<int>(op.op)].turns = 0;  // (two kernels at once, which Group.check finds, share turns)
     take_epoch(op);
     st_relaxed_sys(&op.report->ticket, op.ticket);
 }

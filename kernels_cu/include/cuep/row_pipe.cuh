@@ -83,18 +83,18 @@ struct RowPipe {
     CUEP_DEVICE void move(
         Walk next, Source source, Plan plan, Store store, Beside beside, Release release = Release()) {
         constexpr int kNumUntold = kTells<Release> ? kNumStages - 1 : 1;
-        Walk loaded[kNumAhead], untold[kNumUntold];  // oldest first
+        Walk on_way[kNumAhead], untold[kNumUntold];  // oldest first
         int num_untold = 0, refilled = kNumAhead;
 #pragma unroll
         for (int stage = 0; stage < kNumAhead; stage++) {
-            loaded[stage] = next;
+            on_way[stage] = next;
             if (next.is_over()) continue;
             next.ask();
             load<kBytes>(stage, source(next));
             next.advance();
         }
-        for (int stage = 0; !loaded[0].is_over(); stage = after(stage), refilled = after(refilled)) {
-            const Walk now = loaded[0];
+        for (int stage = 0; !on_way[0].is_over(); stage = after(stage), refilled = after(refilled)) {
+            const Walk now = on_way[0];
             next.ask();
             const auto where = plan(now);
             wait(stage);
@@ -116,8 +116,8 @@ struct RowPipe {
                 num_untold++;
             }
 #pragma unroll
-            for (int i = 0; i < kNumAhead - 1; i++) loaded[i] = loaded[i + 1];
-            loaded[kNumAhead - 1] = next;
+            for (int i = 0; i < kNumAhead - 1; i++) on_way[i] = on_way[i + 1];
+            on_way[kNumAhead - 1] = next;
             if (next.is_over()) continue;
             bulk_wait_read<kNumStoring>();  // the stage that is refilled was stored so many rows ago
             load<kBytes>(refilled, source(next));
