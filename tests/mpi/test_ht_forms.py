@@ -522,6 +522,7 @@ def test_who_holds_a_receive_buffer(world: Any, groups: Any) -> None:
     group.check()
 
 
+@pytest.mark.ranks(2, 4)
 def test_combine_buffers(world: Any, groups: Any) -> None:
     """Who holds one: a handle from asking until its next combine. What lies elsewhere is copied into a free one."""
     group = groups("pulled")
@@ -582,13 +583,13 @@ def test_combine_buffers(world: Any, groups: Any) -> None:
     handles[0].close()
     second = fill(handles[1])  # given back by close
     handles[1].dispatch(to_device(world, step.x))
-    if world.size > 1:
-        with pytest.raises(cuep.ArgumentError, match="a part of the only combine buffer that is free"):
-            handles[1].combine(second[1:])  # rows may not be copied over themselves
+    with pytest.raises(cuep.ArgumentError, match="a part of the only combine buffer that is free"):
+        handles[1].combine(second[1:])  # rows may not be copied over themselves
     handles[1].close()
     one.check()
 
 
+@pytest.mark.ranks(2, 4)
 def test_combine_buffers_that_graphs_use(world: Any, groups: Any, monkeypatch: Any) -> None:
     """A handle holds them for good: what it asked for in a capture, and what a captured combine copied into."""
     if world.backend.name != "cpu":

@@ -194,8 +194,8 @@ PLANTED = [
     (
         "ht dispatch says that rows arrived when they are only read",
         "include/cuep/row_pipe.cuh",
-        "bulk_wait<0>();\n    }",
-        "bulk_wait_read<0>();\n    }",
+        "bulk_wait<0>();\n        if constexpr",
+        "bulk_wait_read<0>();\n        if constexpr",
         "ht",
         {"num_buffers": 4},
     ),
