@@ -209,9 +209,10 @@ class HighThroughput:
         rows = min(self._max_rows, call.expert_out.shape[0])
         record["num_rows"] = rows if grads is None else min(rows, grads.shape[0])
         if self.combine_buffers is not None:
-            record["buffer"], record["is_copied"] = self.combine_buffers.use(
+            buffer, record["is_copied"] = self.combine_buffers.use(
                 handle.state.hold, call.expert_out, is_capturing=stream.is_capturing()
             )
+            record["buffer"] = buffer or 0
         return self._combine.launch(record, stream, handle.arrays, *call.objects())
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:

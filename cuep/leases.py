@@ -60,8 +60,9 @@ class CombineBuffers:
         hold.is_captured = hold.is_captured or is_capturing
         return hold.lease.buffer
 
-    def find(self, hold: Hold, expert_out: View) -> tuple[int, bool]:
-        """The buffer that peers will pull from, and whether expert_out is to be copied there.
+    def find(self, hold: Hold, expert_out: View) -> tuple[int | None, bool]:
+        """The buffer that peers will pull from, None where there is nothing to pull, and whether expert_out is to be
+        copied there.
 
         Raises:
             ArgumentError: expert_out is the buffer of another handle, or there is none to copy to.
@@ -78,8 +79,8 @@ class CombineBuffers:
                 )
             if offset == 0 and expert_out.strides[0] == row_bytes:
                 return buffer, False
-        if not self._is_copied(expert_out):
-            return 0, True
+        if expert_out.shape[0] == 0 or not self._has_peers:
+            return None, False
         known = [lease.buffer for lease in hold.copies] + ([hold.last] if hold.last in self._free else [])
         places = [place for place in (*own, *known, *self._free) if not (is_inside and place == buffer)]
         if places:
@@ -93,13 +94,13 @@ class CombineBuffers:
             f"expert_out is not what combine_buffer() returned, so it must be copied, but {self._all_held()}"
         )
 
-    def use(self, hold: Hold, expert_out: View, *, is_capturing: bool) -> tuple[int, bool]:
+    def use(self, hold: Hold, expert_out: View, *, is_capturing: bool) -> tuple[int | None, bool]:
         """find(), for a combine that is launched now: what comes behind it may have the buffer, unless replays of a
         graph will use it again."""
         buffer, is_copied = self.find(hold, expert_out)
         if is_capturing:
             hold.is_captured = hold.is_captured or hold.lease is not None
-            if buffer in self._free and not (is_copied and not self._is_copied(expert_out)):
+            if buffer in self._free:
                 hold.copies.append(Lease(self._free, buffer))
         elif hold.lease is not None and not hold.is_captured:
             hold.lease.give_back()
@@ -109,10 +110,6 @@ class CombineBuffers:
     def give_back(self, hold: Hold) -> None:
         for lease in hold.copies if hold.lease is None else [hold.lease, *hold.copies]:
             lease.give_back()
-
-    def _is_copied(self, expert_out: View) -> bool:
-        """Whether there is anything that peers pull."""
-        return self._has_peers and expert_out.shape[0] > 0
 
     def _all_held(self) -> str:
         return (

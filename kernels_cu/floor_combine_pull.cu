@@ -28,7 +28,6 @@ struct Params {
 
 constexpr int kNumThreads = kNumWarps * 32;
 using Rows = Home<kNumRanks, 1, 1, kRowBytes, elem_t, false>;
-constexpr int kVecs = Rows::kRanksInFlight >= 8 ? 1 : 8 / Rows::kRanksInFlight;
 CUEP_LAUNCH(kNumThreads, 0)
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) floor_combine_pull(const __grid_constant__ Params p) {
@@ -43,6 +42,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) floor_combine_pull(
             terms[r] = row < 0 ? nullptr : reinterpret_cast<const uint4*>(term);
         }
         const uint4* biases[2] = {};
-        Rows::sum_terms<kVecs>(terms, biases, reinterpret_cast<uint4*>(p.y + t * p.y_stride));
+        Rows::sum_terms<Rows::kVecsOfManyWarps>(terms, biases, reinterpret_cast<uint4*>(p.y + t * p.y_stride));
     }
 }

@@ -59,8 +59,6 @@ struct Params {
 constexpr int kNumThreads = kNumWarps * 32;
 static_assert(kNumThreads >= kNumRanks, "one thread for each rank");
 using Rows = Home<kNumRanks, kNumExperts / kNumRanks, kNumTopk, kRowBytes, elem_t, false>;
-// Of each row, so that a lane of so many warps has eight loads under way and registers for them.
-constexpr int kVecsInFlight = Rows::kRanksInFlight >= 8 ? 1 : 8 / Rows::kRanksInFlight;
 CUEP_LAUNCH(kNumThreads, 0)
 
 CUEP_DEVICE uint8_t* pulled_row(const Params& p, int rank, int buffer, int64_t row) {
@@ -134,7 +132,7 @@ CUEP_DEVICE void pull_token(const Params& p, int t, uint32_t lane_total) {
         const uint8_t* term = r == p.rank ? p.expert_out + row * p.expert_out_stride : pulled_row(p, r, buffer, row);
         terms[r] = row < 0 ? nullptr : reinterpret_cast<const uint4*>(term);
     }
-    Rows::store_sums<kVecsInFlight>(p, t, terms);
+    Rows::store_sums<Rows::kVecsOfManyWarps>(p, t, terms);
     Rows::store_grads(p, t, lane_row, [&](int owner, int64_t row) {
         if (row < 0) return 0.0f;
         const float* grads = owner == p.rank ? p.row_weight_grads + row * kNumTopk : pulled_grads(p, owner, row);

@@ -823,7 +823,7 @@ def first_failing_seed(
     return None
 
 
-PULLED: dict[str, Any] = {"layout": "flat", "variants": {"combine": "pull"}}
+PULLED = FORMS["pulled"]
 EXPERT_MAJOR: dict[str, Any] = {"layout": "expert_major", "alignment": 4, "zero_padding": True}
 
 # (name, file, what it says, what the bug says, settings, with out=)

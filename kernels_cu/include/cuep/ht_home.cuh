@@ -47,6 +47,8 @@ struct Home {
     static constexpr int kRowVecs = kBytes / 16;
     static constexpr int kRanksInFlight = kRanks < 8 ? kRanks : 8;  // rows that a lane of a sum warp reads at once
     static constexpr int kVecsInFlight = kRanksInFlight <= 2 ? 4 : kRanksInFlight <= 4 ? 3 : 2;  // pieces of each
+    // Where all 32 warps of a block sum: as many as they have registers for, eight loads of a lane.
+    static constexpr int kVecsOfManyWarps = kRanksInFlight >= 8 ? 1 : 8 / kRanksInFlight;
 
     // Which of rank dst's arrays of staging holds what rank src pushes.
     template <class Params>
