@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cuep.backend import Array, Backend, Stream
+from cuep.backend import Array, Backend, Rows, Stream
 from cuep.errors import ArgumentError, ArgumentTypeError
 
 _JAX = ("jax", "jaxlib")  # where the types of its arrays come from
@@ -254,9 +254,6 @@ def check_shape(array: View, name: str, shape: tuple[int | None, ...], dtypes: t
     if not is_right:
         allowed = ", ".join("rows" if size is None else str(size) for size in shape)
         raise ArgumentError(f"{name} has shape {list(array.shape)}, allowed: [{allowed}]")
-
-
-Rows = tuple[int, int, int, int]  # address of the first row, rows, bytes from row to row, bytes of a row
 
 
 def rows_of(view: View) -> Rows:

@@ -249,8 +249,8 @@ class Handle:
 
         Raises:
             ArgumentError, ArgumentTypeError: an argument does not fit; nothing is combined on any rank.
-            OrderError: the handle was not dispatched, or combined already, or an operation of it is pending. Nothing is
-                sent.
+            OrderError: the handle was not dispatched, or combined already, or an operation of it is pending; or,
+                with variants={"combine": "copy"}, it is captured before the host knows the routing. Nothing is sent.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
         group = self.group
@@ -404,6 +404,7 @@ class Handle:
                 raise OrderError(f"{call}: this handle {self._stage.value}")
             if self.pending == "dispatch":
                 raise OrderError(f"{call}: the dispatch of this handle is pending; complete() it first")
+            self.group.mode.learn_counts(self)
             return self.group.world.backend.to_numpy(self.arrays[name])
 
     def was_refused(self, refusal: Refusal) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuep import arrays
+from cuep.backend import Rows
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.launching import CombineCall, check_takes
 
@@ -126,10 +127,10 @@ def _check_output_like(handle: Handle, array: Any, name: str, *, is_written: boo
     return view
 
 
-def _rows_of_peers(handle: Handle) -> list[arrays.Rows]:
+def _rows_of_peers(handle: Handle) -> list[Rows]:
     """Memory of this handle that peers write, also with out=."""
     if handle.group.cfg.mode == "ht":
-        rows: arrays.Rows = handle.state.recv_rows
+        rows: Rows = handle.state.recv_rows
         return [rows]
     if not handle.is_in_place:
         return []

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cuep import layout
-from cuep.arrays import Rows, View, allowed_dtypes, check_rows
-from cuep.backend import Array, Stream
+from cuep.arrays import View, allowed_dtypes, check_rows
+from cuep.backend import Array, Rows, Stream
+from cuep.copies import RowCopies, RowCounts
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.launching import (
     CombineCall,
     KernelSpec,
+    changed,
     elem_type,
     given_address,
     load_kernels,
@@ -53,6 +55,7 @@ class HandleState:
     is_captured: bool = False  # each replay of a graph receives into that buffer
     is_out: bool = False  # rows of the newest dispatch are in the caller's own array
     hold: Hold = field(default_factory=Hold)  # on combine buffers
+    row_counts: RowCounts | None = None  # where the host copies rows
 
 
 class HighThroughput:
@@ -69,6 +72,8 @@ class HighThroughput:
             first, row_bytes = group.memory.address + group.arena.offsets["combine_rows"], cfg.combine_row_bytes
             memory = (int(first), cfg.num_buffers * self._max_rows, row_bytes, row_bytes)
             self.combine_buffers = CombineBuffers(memory, self._max_rows, has_peers=group.num_ranks > 1)
+        transport = layout.transport(cfg)
+        self._copies = RowCopies(group) if transport == "copy" else None
         group.workspace["high_water"][...] = self._max_rows  # ids of a fresh buffer are no ids either
         routing: dict[str, Constant] = {
             "kNumRanks": group.num_ranks,
@@ -77,7 +82,9 @@ class HighThroughput:
         }
         sent = routing | sent_row(cfg)
         returned = routing | {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
-        returned["kIsPulled"] = self.combine_buffers is not None
+        returned["kTransport"] = layout.TRANSPORTS.index(transport)
+        if self._copies is not None:
+            returned["kNumChunks"] = layout.COPY_CHUNKS
         smem_bytes = group.world.backend.max_smem_bytes
         route, dispatch = ("ballot", "bulk") if self._is_flat else ("slots", "expand")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
@@ -94,13 +101,22 @@ class HighThroughput:
             [
                 KernelSpec("route", route, routing, {}, _ROUTE_BLOCKS),
                 KernelSpec("dispatch", dispatch, sent, out),
-                KernelSpec("combine", layout.combine_variant(cfg), returned, home),
+                KernelSpec("combine", layout.combine_variant(cfg), returned, home, self._combine_blocks()),
             ],
         )
         self._refusal = self._records(None)
 
+    def _combine_blocks(self) -> int | None:
+        """Copies between ranks that share a GPU are made by multiprocessors, which the kernel must leave some of."""
+        backend = self._group.world.backend
+        return max(1, backend.num_processors // 2) if self._copies is not None and backend.is_shared else None
+
     def attach(self, handle: Handle) -> HandleState:
-        return self._records(handle)
+        state, group = self._records(handle), self._group
+        if self._copies is not None:
+            most_rows = min(group.cfg.max_tokens_per_rank, self._max_rows)
+            state.row_counts = RowCounts(group.world.backend, handle.addresses["recv_base"], group.num_ranks, most_rows)
+        return state
 
     def detach(self, handle: Handle) -> None:
         state = handle.state
@@ -119,6 +135,10 @@ class HighThroughput:
         set_count(record, handle, handle.count)
         self._route.launch(record, stream, handle.arrays, idx, weights, handle.count)
         handle.topk_idx = handle.topk_weights = handle.count = None
+        counts = handle.state.row_counts
+        if counts is not None:
+            counts.ask(stream)
+            self._group.take_ticket(counts)  # it lives until the launch that comes next is over
 
     def refuse_route(self, stream: Stream) -> None:
         self._route.refuse(self._refusal.route, stream)
@@ -178,6 +198,11 @@ class HighThroughput:
         if handle.state.first_use == ticket and not handle.state.is_captured:
             self._drop_lease(handle)
 
+    def learn_counts(self, handle: Handle) -> None:
+        """When the device is idle: the host may need to know of the routing in a capture."""
+        if handle.state.row_counts is not None:
+            handle.state.row_counts.learn()
+
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         cfg = self._group.cfg
         self._check_rows(expert_out, "expert_out", str(cfg.combine_dtype), cfg.hidden, cfg.combine_row_bytes)
@@ -208,12 +233,31 @@ class HighThroughput:
         set_combine(record, handle, call, call.expert_out.strides[0])
         rows = min(self._max_rows, call.expert_out.shape[0])
         record["num_rows"] = rows if grads is None else min(rows, grads.shape[0])
+        if self._copies is not None:
+            return self._combine_by_copies(handle, call, stream)
         if self.combine_buffers is not None:
             buffer, record["is_copied"] = self.combine_buffers.use(
                 handle.state.hold, call.expert_out, is_capturing=stream.is_capturing()
             )
             record["buffer"] = buffer or 0
         return self._combine.launch(record, stream, handle.arrays, *call.objects())
+
+    def _combine_by_copies(self, handle: Handle, call: CombineCall, stream: Stream) -> int:
+        assert self._copies is not None
+        record, counts = handle.state.combine, handle.state.row_counts.get(stream)
+        self._group.begin()  # a wait may have ended in a timeout
+        if sum(counts) > record["num_rows"]:
+            counts = (0,) * len(counts)  # the kernel refuses it
+        record["num_copied"] = counts
+        with changed(record, is_send=True):
+            self._combine.launch(record, stream, grid=1)
+        ends = self._copies.enqueue(stream, call, counts)
+        with changed(record, is_receive=True):
+            ticket = self._combine.launch(record, stream)
+        for end in ends:
+            stream.wait(end)
+        self._group.take_ticket(handle.arrays, *call.objects())  # the kernel may be over before the copies are
+        return ticket
 
     def refuse_combine(self, handle: Handle, stream: Stream) -> None:
         self._combine.refuse(handle.state.combine, stream, handle.arrays)

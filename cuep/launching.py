@@ -23,7 +23,7 @@ _PER_CALL = frozenset(
     "x x_stride x_scales x_scales_row_stride x_scales_stride routing topk_idx topk_weights is_int64 num_tokens"
     " num_tokens_at is_count_int64 out out_stride out_rows buffer expert_out expert_out_stride num_rows weights"
     " is_weighted bias bias_stride row_weight_grads weight_grads y y_stride is_send is_receive is_refused"
-    " is_copied ticket".split()
+    " is_copied num_copied ticket".split()
 )
 _ELEM_TYPES = {"bfloat16": "cuep::bf16_t", "float16": "cuep::fp16_t", "float32": "float"}
 
@@ -201,11 +201,11 @@ class ModeKernel:
                 raise CompileError(f"kernel {self._kernel.name}: Params::{name} has no value; there are: {known}")
         return record
 
-    def launch(self, record: FastRecord, stream: Stream, *objects: Any) -> int:
-        """Enqueue it; `objects` live until it has run. Returns the launch's ticket."""
+    def launch(self, record: FastRecord, stream: Stream, *objects: Any, grid: int | None = None) -> int:
+        """Enqueue it; `objects` live until it has run. grid: None = all blocks. Returns the launch's ticket."""
         ticket = self._group.take_ticket(*objects)
         record["ticket"] = ticket
-        self._kernel.launch(self.grid, record, stream)
+        self._kernel.launch(grid or self.grid, record, stream)
         return ticket
 
     def refuse(self, record: FastRecord, stream: Stream, *objects: Any) -> None:

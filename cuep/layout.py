@@ -24,6 +24,8 @@ MASK_BYTES = 40  # struct MaskWords of mask.cuh
 LINE_TOKENS = {("dispatch", "direct"): 128, ("combine", "direct"): 64, ("combine", "partial"): 128}
 IN_PLACE = ("tokens", "scales")  # what lies in symmetric memory where rows are received in place
 READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh
+TRANSPORTS = ("push", "pull", "copy")  # how rows of an ht combine come home: enum Transport of ht_home.cuh
+COPY_CHUNKS = 4  # copy: the rows for a rank come in so many parts, each with a flag
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
 
 
@@ -159,17 +161,29 @@ def _ht_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
             "combine_grads": Region(rows * topk * 4),
         }
     staged = messages - (cfg.max_tokens_per_rank if is_flat else 0)  # flat: own rows are read where they are
-    return regions | {
+    regions |= {
         "combine_rows": Region(staged * cfg.combine_row_bytes),
         "combine_grads": Region(staged * topk * 4),
-        "combine_flags": _words(messages),
+    }
+    if transport(cfg) != "copy":
+        return regions | {"combine_flags": _words(messages)}
+    return regions | {
+        "combine_flags": _words(num_ranks, COPY_CHUNKS),
+        "combine_left": _words(num_ranks),
+        "combine_stamp": _words(1),
     }
 
 
+def transport(cfg: GroupConfig) -> str:
+    """Of TRANSPORTS (ht): the one that the name of combine's variant begins with. "pull" has combine buffers in
+    symmetric memory, "copy" has words for the host's copies."""
+    name = combine_variant(cfg) if cfg.layout == "flat" else ""
+    return next((known for known in TRANSPORTS if name.startswith(known)), TRANSPORTS[0])
+
+
 def is_pulled(cfg: GroupConfig) -> bool:
-    """ht: whether combine reads rows where the experts' ranks have them, in combine buffers in symmetric memory; of
-    variants made by copying one that does, the name tells."""
-    return cfg.mode == "ht" and cfg.layout == "flat" and combine_variant(cfg).startswith("pull")
+    """ht: whether combine reads rows where the experts' ranks have them, in combine buffers in symmetric memory."""
+    return cfg.mode == "ht" and transport(cfg) == "pull"
 
 
 def combine_variant(cfg: GroupConfig) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
-from cuep.arrays import Rows, View
+from cuep.arrays import View
+from cuep.backend import Rows
 from cuep.errors import ArgumentError
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuep import layout
-from cuep.arrays import Rows, View, allowed_dtypes
-from cuep.backend import Array, Stream
+from cuep.arrays import View, allowed_dtypes
+from cuep.backend import Array, Rows, Stream
 from cuep.config import COMBINE_CODECS, DTYPE_BYTES, GroupConfig
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.launching import (
@@ -156,6 +156,9 @@ class LowLatency:
     def combine_buffer(self, handle: Handle, stream: Stream) -> Array | None:
         """There is none."""
         return None
+
+    def learn_counts(self, handle: Handle) -> None:
+        """The host needs none."""
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
         _check_rows(expert_out, "expert_out", self._combine_shape, str(self._group.cfg.combine_dtype))

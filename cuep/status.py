@@ -48,6 +48,7 @@ class Cause(enum.IntEnum):
     BANK_TAKEN = 6
     WEIGHTS_DIFFER = 7
     MISPAIRED = 8
+    STALE_COUNTS = 9
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,12 @@ class Refusal:
                 f"{self.operation}: the ranks are at handles of different create_handle or update calls, as happens"
                 " when one of these was refused while another handle had yet to be dispatched, or one rank's part of a"
                 " send_only call was refused and the others went on before completing theirs; nothing was sent"
+            )
+        if self.cause is Cause.STALE_COUNTS:
+            return OrderError(
+                f"{self.operation}: the host copies as many rows as an earlier routing of this handle had, as happens"
+                " where a graph with a combine is replayed after another routing; capture it again. Nothing was"
+                " combined"
             )
         if self.cause is Cause.WEIGHTS_DIFFER:
             return ArgumentError(

@@ -13,20 +13,20 @@
 #include <cuep/ht_home.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
-constexpr bool kIsPulled = false;
+constexpr int kTransport = 0;
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
 constexpr int kNumPushWarps = 7, kNumTellWarps = 1, kNumSumWarps = 8, kNumStages = 8, kMostPieceBytes = 3584;
 using elem_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kIsPulled=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kIsPulled=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kTransport=0
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kTransport=0
 CUEP_TUNABLE(kNumPushWarps, 7, 1);
 CUEP_TUNABLE(kNumTellWarps, 1, 0);
 CUEP_TUNABLE(kNumSumWarps, 8, 1);
 CUEP_TUNABLE(kNumStages, 8, 3);
 CUEP_TUNABLE(kMostPieceBytes, 3584, 64);
 
-static_assert(!kIsPulled, "variants named pull... have combine buffers: cuep/layout.py");
+static_assert(kTransport == cuep::kPushed, "variants named pull... and copy... have other memory: cuep/layout.py");
 
 using namespace cuep;
 

@@ -12,13 +12,13 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumWarps = 32;
-constexpr bool kIsPulled = true;
+constexpr int kTransport = 1;
 using elem_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kIsPulled=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kIsPulled=true
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kTransport=1
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kTransport=1
 CUEP_TUNABLE(kNumWarps, 32, 2);
-static_assert(kIsPulled, "only variants named pull... have combine buffers: cuep/layout.py");
+static_assert(kTransport == cuep::kPulled, "only variants named pull... have combine buffers: cuep/layout.py");
 
 using namespace cuep;
 

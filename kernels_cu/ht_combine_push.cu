@@ -12,20 +12,20 @@
 #include <cuep/ht_home.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
-constexpr bool kIsPulled = false;
+constexpr int kTransport = 0;
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336;
 constexpr int kNumPushWarps = 7, kNumTellWarps = 0, kNumSumWarps = 12, kNumStages = 2, kMostPieceBytes = 131072;
 using elem_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kIsPulled=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kIsPulled=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kTransport=0
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kTransport=0
 CUEP_TUNABLE(kNumPushWarps, 7, 2);
 CUEP_TUNABLE(kNumTellWarps, 0, 1);
 CUEP_TUNABLE(kNumSumWarps, 12, 1);
 CUEP_TUNABLE(kNumStages, 2, 4);
 CUEP_TUNABLE(kMostPieceBytes, 131072, 256);  // of a row that is pushed
 
-static_assert(!kIsPulled, "variants named pull... have combine buffers: cuep/layout.py");
+static_assert(kTransport == cuep::kPushed, "variants named pull... and copy... have other memory: cuep/layout.py");
 
 using namespace cuep;
 

@@ -155,4 +155,4 @@ def test_every_variant_says_what_it_serves() -> None:
         assert operations.count(operation) == 1 or re.search(r"^// serves: ", source, re.MULTILINE), name
     assert jit.variants("ll_dispatch", {"layout": "rank_major", "in_place": 0}) == ["direct", "line"]
     assert jit.variants("ll_dispatch", {"layout": "rank_major", "in_place": 1}) == ["direct"]
-    assert jit.variants("ht_combine", {"layout": "flat", "reduce": "per_rank"}) == ["pull", "push"]
+    assert jit.variants("ht_combine", {"layout": "flat", "reduce": "per_rank"}) == ["copy", "pull", "push"]

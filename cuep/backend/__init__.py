@@ -16,6 +16,7 @@ import numpy.typing as npt
 from cuep.params import FastRecord
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+Rows = tuple[int, int, int, int]  # address of the first row, rows, bytes from row to row, bytes of a row
 Record = npt.NDArray[np.void] | FastRecord  # a kernel's Params: a structured array of one element
 
 
@@ -48,6 +49,7 @@ class Stream(Protocol):
     def synchronize(self) -> None: ...
     def record(self) -> Event: ...
     def wait(self, event: Event) -> None: ...
+    def copy_rows(self, to: int, source: Rows) -> None: ...  # one after another; addresses that this device reaches
     def is_capturing(self) -> bool: ...
 
 
@@ -82,6 +84,7 @@ class Backend(Protocol):
     target: str
     num_processors: int  # blocks of a kernel that are worth having: one for each multiprocessor
     max_smem_bytes: int  # shared memory of a block; 0 = there is no such thing
+    is_shared: bool  # some ranks have one device
     not_over_nvlink: list[tuple[int, int]]  # ranks that reach one another in another way; the same on all ranks
     xp: Any
 

@@ -38,6 +38,7 @@ class CpuBackend:
     max_smem_bytes = 0
     xp: Any = np
     device = 0
+    is_shared = False  # nobody's work keeps another's from running
 
     def __init__(self, comm: Comm, device: int | None = None) -> None:
         hosts = comm.allgather((socket.gethostname(), _boot_id()))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
+
+from cuep.backend import Rows
 
 Work = Callable[[], None]
 
@@ -25,6 +28,16 @@ class CpuEvent:
 
     def query(self) -> bool:
         return self._reached.is_set()
+
+
+def _copy_rows(to: int, source: Rows) -> None:
+    """Releases the interpreter's lock: kernels of other threads go on."""
+    address, num_rows, stride, row_bytes = source
+    if stride == row_bytes:
+        ctypes.memmove(to, address, num_rows * row_bytes)
+        return
+    for row in range(num_rows):
+        ctypes.memmove(to + row * row_bytes, address + row * stride, row_bytes)
 
 
 class SynchronousStream:
@@ -46,6 +59,9 @@ class SynchronousStream:
 
     def wait(self, event: CpuEvent) -> None:
         event.synchronize()
+
+    def copy_rows(self, to: int, source: Rows) -> None:
+        _copy_rows(to, source)
 
     def is_capturing(self) -> bool:
         return False
@@ -111,6 +127,9 @@ class CpuStream:
     def wait(self, event: CpuEvent) -> None:
         """What is submitted from now on starts after `event`."""
         self._worker.jobs.put(event.synchronize)
+
+    def copy_rows(self, to: int, source: Rows) -> None:
+        self.submit(lambda: _copy_rows(to, source))
 
     def is_capturing(self) -> bool:
         return False

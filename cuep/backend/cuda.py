@@ -47,6 +47,7 @@ class CudaBackend:
     def __init__(self, comm: Comm, device: int | None = None, *, cooperative: bool = True) -> None:
         self.xp = _import_cupy(comm)
         gpu, self.places, self.not_over_nvlink = choose_gpu(comm, device)
+        self.is_shared = len({place.gpu.uuid for place in self.places}) < len(self.places)
         raise_together(comm, _take_gpu(gpu.ordinal, gpu.uuid, comm.rank))
         self.comm = comm
         self.device = gpu.ordinal

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Hashable
 from typing import Any
 
+from cuep.backend import Rows
 from cuep.backend.cuda_context import CudaContext, check
 from cuep.errors import ArgumentError, ArgumentTypeError
 
@@ -96,6 +97,21 @@ class CudaStream:
         """What is enqueued from now on starts after `event`."""
         with self._context.current():
             check(self._context.driver.cuStreamWaitEvent(self.handle, event.handle, 0), "waiting for an event")
+
+    def copy_rows(self, to: int, source: Rows) -> None:
+        """By a copy engine where the memory is on two GPUs, or on a GPU and the host."""
+        driver, (address, num_rows, stride, row_bytes) = self._context.driver, source
+        with self._context.current():
+            if stride == row_bytes or num_rows == 1:
+                result = driver.cuMemcpyAsync(to, address, num_rows * row_bytes, self.handle)
+            else:
+                copy = driver.CUDA_MEMCPY2D()
+                copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+                copy.srcDevice, copy.srcPitch = address, stride
+                copy.dstDevice, copy.dstPitch = to, row_bytes
+                copy.WidthInBytes, copy.Height = row_bytes, num_rows
+                result = driver.cuMemcpy2DAsync(copy, self.handle)
+            check(result, "copying rows")
 
     def is_capturing(self) -> bool:
         driver = self._context.driver

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from harness import to_device, to_host
 from moe import check_combined, check_received, expected, random_step
-from rig import FORMS, LL_FORMS, Busy, Experts, Graph, Rig, form_config, some_step
+from rig import FORMS, LL_FORMS, ON_DEVICE, Busy, Experts, Graph, Rig, form_config, some_step
 
 import cuep
 from cuep import layout
@@ -24,7 +24,7 @@ def needs_gpus(world: Any) -> None:
         pytest.skip("needs GPUs")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ON_DEVICE)
 def test_two_graphs_and_eager_calls_alternate(world: Any, form: str) -> None:
     """G01, G04: each captured once, replayed with other rows, routing, weights and numbers of tokens."""
     stream = world.stream()
@@ -52,7 +52,7 @@ def test_two_graphs_and_eager_calls_alternate(world: Any, form: str) -> None:
         rigs[0].compare(step)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ON_DEVICE)
 def test_first_use_inside_a_capture(world: Any, form: str) -> None:
     """G05, G06, C08: what allocates or waits is refused and the capture goes on; the rest needs no call before it."""
     if world.backend.name != "cuda":
@@ -128,6 +128,39 @@ def test_a_captured_combine_buffer(world: Any) -> None:
         assert len({handle.combine_buffer(stream=stream).data.ptr for handle in handles}) == 4  # all are back
 
 
+def test_captured_copies(world: Any) -> None:
+    """Of combine alone, whose copies have the sizes of the routing at the capture: others are refused, not copied."""
+    stream = world.stream()
+    with cuep.Group(world, form_config("ht copied")) as group:
+        rig = Rig(world, group, stream)
+
+        def step_and_combine() -> None:
+            rig.dispatch()
+            rig.combine()
+
+        def load(number: int) -> Any:
+            step = random_step(world, group.cfg, number, 9, 0.0)
+            rig.load(step)
+            rig.update()
+            return step
+
+        load(1)
+        with pytest.raises(cuep.OrderError, match="must know how many rows go where"):
+            Graph(world, stream, step_and_combine)
+        rig.handle.num_recv_tokens()
+        rig.dispatch()
+        graph = Graph(world, stream, step_and_combine)
+        for number in (1, 2, 1):
+            step = load(number)
+            graph.launch()
+            if number == 2:
+                with pytest.raises(cuep.OrderError, match="as many rows as an earlier routing of this handle had"):
+                    group.check()
+                continue
+            group.check()
+            rig.compare(step)
+
+
 @pytest.mark.parametrize("form", LL_FORMS)
 def test_a_staged_pipeline_in_a_graph(world: Any, form: str) -> None:
     """D05, G01: two handles, each sending while the other's operation is under way."""
@@ -159,7 +192,7 @@ def test_a_staged_pipeline_in_a_graph(world: Any, form: str) -> None:
                 rig.compare(step)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ON_DEVICE)
 @pytest.mark.parametrize("bad_count", [21, -1])
 def test_a_token_count_out_of_range(world: Any, form: str, bad_count: int) -> None:
     """A15, G01: one rank's num_tokens on the device is wrong in one replay; the next is right."""

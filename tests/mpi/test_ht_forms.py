@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import pickle
+import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +24,14 @@ from moe import Step, config, random_step, tagged_rows
 
 import cuep
 from cuep import env, layout, reference
+from cuep.backend import cpu_stream
 from cuep.bench.workload import scale
 
 FORMS: dict[str, dict[str, Any]] = {
     "flat": {"layout": "flat"},
     "flat_global": {"layout": "flat", "expert_ids": "global", "combine_dtype": "float32"},
     "pulled": {"layout": "flat", "variants": {"combine": "pull"}},
+    "copied": {"layout": "flat", "variants": {"combine": "copy"}},
     "expert_major": {"layout": "expert_major"},
     "aligned": {"layout": "expert_major", "alignment": 8, "combine_dtype": "float16", "zero_padding": True},
     "odd": {
@@ -329,7 +334,7 @@ def test_weights_of_one(world: Any, groups: Any, form: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("form", ["flat", "aligned"])
+@pytest.mark.parametrize("form", ["flat", "aligned", "copied"])
 def test_token_counts_on_the_device(world: Any, groups: Any, form: str, dtype: str) -> None:
     """The rows behind num_tokens are nobody's: their ids may be anything."""
     group = groups(form)
@@ -353,7 +358,7 @@ def test_token_counts_on_the_device(world: Any, groups: Any, form: str, dtype: s
 
 
 @pytest.mark.parametrize("count", [-1, 13])
-@pytest.mark.parametrize("form", ["flat", "aligned"])
+@pytest.mark.parametrize("form", ["flat", "aligned", "copied"])
 def test_a_bad_token_count(world: Any, groups: Any, form: str, count: int) -> None:
     """The last rank's count is wrong: all ranks refuse, and the next routing works."""
     group = groups(form)
@@ -438,7 +443,7 @@ def test_an_out_without_rows(world: Any, groups: Any, monkeypatch: Any, form: st
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("form", ["flat", "pulled", "aligned"])
+@pytest.mark.parametrize("form", ["flat", "pulled", "aligned", "copied"])
 def test_gradients_without_rows(world: Any, groups: Any, monkeypatch: Any, form: str) -> None:
     """A rank that received nothing has gradients all the same, at no address."""
     group = groups(form)
@@ -632,6 +637,153 @@ def test_combine_buffers_that_graphs_use(world: Any, groups: Any, monkeypatch: A
     group.check()
 
 
+@pytest.mark.ranks(2, 4)
+def test_copies_of_another_routing(world: Any, groups: Any, monkeypatch: Any) -> None:
+    """Sizes that a graph holds are not those of the routing: refused. Eager calls ask again."""
+    if world.backend.name != "cpu":
+        pytest.skip("tests with graphs: test_gpu_forms.py")
+    group, stream = groups("copied"), world.stream()
+    steps = [random_step(world, group.cfg, number, 6 + number, 0.0) for number in range(3)]
+    wants = [Expected(world, group.cfg, step) for step in steps]
+    is_capturing = False
+    monkeypatch.setattr(type(world.backend.stream(stream)), "is_capturing", lambda _: is_capturing)
+
+    def dispatched(number: int, handle: Any = None) -> Any:
+        step = steps[number]
+        if handle is None:
+            handle = group.create_handle(step.topk_idx, step.topk_weights, stream=stream)
+        else:
+            handle.update(step.topk_idx, step.topk_weights, stream=stream)
+        handle.dispatch(step.x, stream=stream)
+        return handle
+
+    def combined(handle: Any, number: int) -> None:
+        y = handle.combine(wants[number].expert_out(wants[number].max_rows), stream=stream)
+        group.check()
+        reference.assert_same(y, wants[number].y(), "y")
+
+    handle = dispatched(0)
+    is_capturing = True
+    with pytest.raises(cuep.OrderError, match="must know how many rows go where"):
+        combined(handle, 0)
+    is_capturing = False
+    handle.num_recv_tokens()
+    is_capturing = True
+    handle.combine(wants[0].expert_out(wants[0].max_rows), stream=stream)
+    dispatched(1, handle)
+    handle.combine(wants[1].expert_out(wants[1].max_rows), stream=stream)
+    is_capturing = False
+    with pytest.raises(cuep.OrderError, match="as many rows as an earlier routing of this handle had"):
+        group.check()
+    handle.dispatch(steps[1].x, stream=stream)
+    combined(handle, 1)
+    is_capturing = True
+    dispatched(2, handle)
+    is_capturing = False
+    combined(handle, 2)
+    handle.close()
+
+
+def test_copies_of_strided_rows(world: Any, groups: Any) -> None:
+    group = groups("copied")
+    step = random_step(world, group.cfg, 6, 8)
+    want = Expected(world, group.cfg, step)
+    rows = want.expert_out(want.max_rows)
+    wide = np.full((len(rows), 2 * group.cfg.hidden), np.nan, np.float32).astype(rows.dtype)
+    wide[:, : group.cfg.hidden] = rows
+    handle = routed(world, group, step)
+    handle.dispatch(to_device(world, step.x))
+    y = handle.combine(to_device(world, wide)[:, : group.cfg.hidden])
+    group.check()
+    reference.assert_same(to_host(world, y), want.y(), "y")
+    handle.close()
+
+
+def test_fewer_rows_than_are_to_be_copied(world: Any, groups: Any) -> None:
+    """Nothing behind the end of expert_out or the gradients is read; every rank refuses, and the next step works."""
+    group = groups("copied")
+    step = random_step(world, group.cfg, 6, 8, 0.0)
+    want = Expected(world, group.cfg, step)
+    needed = want.needed()[world.rank]
+    rows, grads = to_device(world, want.expert_out(needed)), to_device(world, want.row_grads(needed))
+    handle = routed(world, group, step)
+    for are_rows_short in (True, False):
+        handle.dispatch(to_device(world, step.x))
+        short = slice(None, -1 if world.rank == 0 else None)
+        error, text = (cuep.ArgumentError, "fewer rows") if world.rank == 0 else (cuep.PeerRefused, "rank 0 refused")
+        with pytest.raises(error, match=text):
+            handle.combine(
+                rows[short] if are_rows_short else rows, row_weight_grads=grads if are_rows_short else grads[short]
+            )
+            group.check()
+    run_form(world, group, step, handle, with_all=True).close()
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_combine_lasts_as_long_as_its_copies(world: Any, groups: Any, monkeypatch: Any) -> None:
+    """In stream order; and what they read is kept until a kernel behind them is over."""
+    if world.backend.name != "cpu":
+        pytest.skip("needs copies that are slow")
+    group, stream = groups("copied"), world.stream()
+    step = random_step(world, group.cfg, 6, 8, 0.0)
+    want = Expected(world, group.cfg, step)
+    handle = group.create_handle(step.topk_idx, step.topk_weights, stream=stream)
+    recv = handle.dispatch(step.x, stream=stream)
+    rows = want.expert_out(len(recv.tokens))
+    group.check()
+    num_running = 0
+
+    def slow_copy(to: int, source: Any) -> None:
+        nonlocal num_running
+        num_running += 1
+        time.sleep(0.02)
+        copy_rows(to, source)
+        num_running -= 1
+
+    copy_rows = cpu_stream._copy_rows
+    if world.rank == 0:
+        monkeypatch.setattr(cpu_stream, "_copy_rows", slow_copy)
+    kept = weakref.ref(rows)
+    y = handle.combine(rows, stream=stream)
+    del rows
+    handle.event.synchronize()
+    assert num_running == 0
+    group.check()
+    assert kept() is not None  # no later kernel has said so
+    reference.assert_same(y, want.y(), "y")
+    handle.dispatch(step.x, stream=stream)
+    group.check()
+    gc.collect()
+    assert kept() is None
+    handle.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_copies_over_what_a_late_peer_reads(world: Any, monkeypatch: Any) -> None:
+    """It gave up, and its next combine was queued already: the late peer learns of it."""
+    slow = "if (p.rank == 1) for (const uint64_t end = now_ns() + 4000000000ull; now_ns() < end;) relax();\n    "
+    start = "Arrived arrived(lane_total);"
+    if world.backend.name != "cpu":
+        pytest.skip("needs kernels with a bug in them")
+    with planted_bug(world, monkeypatch, "ht_combine_copy.cu", start, slow + start):
+        group = cuep.Group(world, config("ht", timeout_s=1.0, **COPIED))
+        step = random_step(world, group.cfg, 3, 4, 0.0)
+        stream = world.stream()
+        handles = [group.create_handle(step.topk_idx, step.topk_weights, stream=stream) for _ in range(2)]
+        for handle in handles:
+            rows = Expected(world, group.cfg, step).expert_out(handle.dispatch(step.x, stream=stream).tokens.shape[0])
+            handle.num_recv_tokens()
+        for handle in handles:
+            handle.combine(rows, stream=stream)
+        problem = (
+            "waited more than 1 s" if world.rank == 0 else "rank 0 gave up while rank 1 was still reading its rows"
+        )
+        with pytest.raises(cuep.PeerTimeout, match=problem):
+            group.check()
+        world.comm.barrier()
+        group.abandon()
+
+
 @pytest.mark.ranks(2)
 def test_a_rank_that_gives_up_while_it_is_read(world: Any, monkeypatch: Any) -> None:
     """What it makes next of its combine buffer may be what the slow peer reads: both learn of it."""
@@ -677,7 +829,7 @@ def lopsided(world: Any, cfg: cuep.GroupConfig, num_tokens: int) -> Step:
     return step
 
 
-@pytest.mark.parametrize("form", ["flat", "pulled", "expert_major", "aligned"])
+@pytest.mark.parametrize("form", ["flat", "pulled", "expert_major", "aligned", "copied"])
 def test_capacity(world: Any, groups: Any, form: str) -> None:
     """C07, A16: exactly enough rows are enough; one (or one aligned piece) less is refused, or rows are left out."""
     cfg = groups(form).cfg
@@ -734,16 +886,24 @@ ALMOST_WRAPPED = 2**32 - 3
 
 
 @pytest.fixture
-def shuffled(world: Any) -> Iterator[Any]:
-    """Sets the seed of the scheduler; back to what CUEP_SEED says afterwards."""
+def shuffled(world: Any, monkeypatch: Any) -> Iterator[Any]:
+    """Sets the seed of the scheduler, and how late copies of rows come; back to what CUEP_SEED says afterwards."""
     if world.backend.name != "cpu":
         pytest.skip("only the CPU backend has a scheduler to shuffle")
+    copy_rows, rng = cpu_stream._copy_rows, np.random.default_rng(world.rank)
+
+    def late_copy(to: int, source: Any) -> None:
+        if rng.random() < 0.2:
+            time.sleep(rng.random() * 2e-3)
+        copy_rows(to, source)
+
+    monkeypatch.setattr(cpu_stream, "_copy_rows", late_copy)
     yield world.backend.set_seed
     world.backend.set_seed(env.seed(), env.delay_level())
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("form", ["flat", "pulled", "aligned", "dropping"])
+@pytest.mark.parametrize("form", ["flat", "pulled", "aligned", "dropping", "copied"])
 def test_shuffled_schedules(world: Any, shuffled: Any, monkeypatch: Any, form: str) -> None:
     """Across the wrap of epochs, steps with few and many tokens, with and without all that combine can do."""
     monkeypatch.setenv("CUEP_START_EPOCH", str(ALMOST_WRAPPED))
@@ -823,7 +983,7 @@ def first_failing_seed(
     return None
 
 
-PULLED = FORMS["pulled"]
+PULLED, COPIED = FORMS["pulled"], FORMS["copied"]
 EXPERT_MAJOR: dict[str, Any] = {"layout": "expert_major", "alignment": 4, "zero_padding": True}
 
 # (name, file, what it says, what the bug says, settings, with out=)
@@ -982,12 +1142,38 @@ PLANTED = [
         PULLED,
         False,
     ),
+    (
+        "copies begin while owners still read",
+        "ht_combine_copy.cu",
+        "if (is_peer(p)) is_ok = wait_bank_free(op, word_of(p, p.done_offset, p.rank, tid), 1, tid);",
+        "",
+        COPIED,
+        False,
+    ),
+    (
+        "rows are added up without waiting for their part",
+        "ht_combine_copy.cu",
+        "is_ok = wait_flag(op, flag, Phase::kRows, lane, unused);",
+        "unused = flag != nullptr;",
+        COPIED,
+        False,
+    ),
+    (
+        "one part is taken for all",
+        "ht_combine_copy.cu",
+        "num_chunks = chunk + 1;",
+        "num_chunks = kNumChunks;",
+        COPIED | {"num_sms": 1},
+        False,
+    ),
 ]
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "settings", [EXPERT_MAJOR, {"layout": "flat", "num_sms": 2}, PULLED], ids=["expert_major", "flat", "pulled"]
+    "settings",
+    [EXPERT_MAJOR, {"layout": "flat", "num_sms": 2}, PULLED, COPIED],
+    ids=["expert_major", "flat", "pulled", "copied"],
 )
 @pytest.mark.parametrize("with_out", [False, True, None])
 def test_the_loop_that_finds_bugs_finds_none_in_cuep(

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from harness import to_device
 from moe import random_step, run_experts, run_step
-from rig import FORMS, form_config
+from rig import ON_DEVICE, form_config
 
 import cuep
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ON_DEVICE)
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
 def test_a_second_kernel_in_one_epoch(world: Any, form: str, operation: str) -> None:
     """Rank 0's operation waits for its peers; beside it runs the same kernel, launched by hand; then the peers come."""

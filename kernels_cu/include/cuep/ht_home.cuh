@@ -1,7 +1,8 @@
 // What high-throughput combines share: rows come home to the owners of the tokens, one per (token, rank). Push warps
 // store them into the owner's staging, each with its flag; sum warps add up this rank's own tokens as their rows
 // arrive: fp32, in order of rank, then bias, rounded once. A kernel says how it makes a row that it pushes, and where
-// its own term of a sum is. (A combine that pulls has the words and the sums of it, nothing else.)
+// its own term of a sum is. (Combines whose rows owners pull, or copy engines bring, have the words and the sums of it,
+// nothing else.)
 //
 // A release waits for all that is under way to the peers, which takes several microseconds where much is. So flags may
 // have a warp of their own (kNumTellWarps): then the warps that push go on, and rows that are there share a release.
@@ -14,6 +15,8 @@
 #include <cuep/ht_walk.cuh>
 
 namespace cuep {
+
+enum Transport : int { kPushed, kPulled, kCopied };  // how rows come home (cuep/layout.py: TRANSPORTS)
 
 constexpr uint32_t kUnweighted = 1u << 29;  // in a word of totals: this rank applies no weights
 constexpr uint32_t kHasGrads = 1u << 30;    // in a word of totals: gradients of weights come with the rows
@@ -155,7 +158,15 @@ struct Home {
             is_ok = wait_flag(op, flag_of(p, p.rank, lane, slot), Phase::kRows, lane, unused);
         }
         if (!__all_sync(0xffffffffu, is_ok)) return false;
-        __syncwarp();                // a vote orders no memory: now every lane may read what one lane has waited for
+        __syncwarp();  // a vote orders no memory: now every lane may read what one lane has waited for
+        add_up<kVecsInFlight>(p, t, lane_row, slot, own_row, own_grad);
+        return true;
+    }
+
+    // The same when its rows are here. lane_row: row_of_lane; slot: of lane r, where rank r's row is in staging.
+    template <int kVecs, class Params, class OwnRow, class OwnGrad>
+    static CUEP_DEVICE void add_up(
+        const Params& p, int t, int32_t lane_row, int32_t slot, OwnRow own_row, OwnGrad own_grad) {
         const uint4* terms[kRanks];  // null: this rank has none of the token's experts
 #pragma unroll
         for (int r = 0; r < kRanks; r++) {
@@ -163,13 +174,12 @@ struct Home {
             const uint8_t* term = !kIsOwnStaged && r == p.rank ? own_row(row) : staged_row(p, p.rank, r, at);
             terms[r] = row < 0 ? nullptr : reinterpret_cast<const uint4*>(term);
         }
-        store_sums<kVecsInFlight>(p, t, terms);
+        store_sums<kVecs>(p, t, terms);
         store_grads(p, t, lane_row, [&](int owner, int32_t row) {
             const int32_t at = __shfl_sync(0xffffffffu, slot, owner);
             if (row < 0) return 0.0f;
-            return owner == p.rank ? own_grad(row, lane) : staged_grads(p, p.rank, owner, at)[lane];
+            return owner == p.rank ? own_grad(row, lane_idx()) : staged_grads(p, p.rank, owner, at)[lane_idx()];
         });
-        return true;
     }
 
     // y[t] from a token's terms, see sum_terms. The whole warp calls.

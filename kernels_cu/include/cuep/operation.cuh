@@ -29,6 +29,7 @@ enum class Cause : uint32_t {
     kBankTaken = 6,
     kWeightsDiffer = 7,
     kMispaired = 8,
+    kStaleCounts = 9,
 };
 
 // Device memory of one rank, one per group. One block of a kernel writes it, when all have read it.
