@@ -121,11 +121,12 @@ class GroupConfig:
             128 tokens rows travel in a form that counts on NVLink; a group of GPUs on other links is refused and must
             name "direct" here, with reduce="per_rank" for combine "partial". ht flat: {"combine": "pull"} is faster
             with few multiprocessors where the experts write into Handle.combine_buffer(). That takes num_buffers
-            buffers of symmetric memory, of combine_dtype and as many rows as Received.tokens. {"combine": "copy"}: copy
-            engines bring the rows home, so that no multiprocessor is busy with the links; the first combine of a
-            routing waits until that routing is done on the device, since the host must know how many rows go where. A
-            graph with such a combine serves the routing that it was captured with; for another one it is refused
-            (OrderError at check()).
+            buffers of symmetric memory, of combine_dtype and as many rows as Received.tokens. {"dispatch": "copy"},
+            {"combine": "copy"}: copy engines move the rows, so that no multiprocessor is busy with the links;
+            multiprocessors pack and add up. The first such operation of a routing waits until the routing is done on
+            the device, since the host must know how many rows go where. A graph with one serves the routing that it was
+            captured with; for another one it is refused (OrderError at check()). dispatch then takes no out=, and needs
+            symmetric memory for N - 1 rows a token.
     """
 
     mode: str

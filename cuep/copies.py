@@ -1,10 +1,11 @@
-"""Combines whose rows copy engines bring home (ht, flat, variants={"combine": "copy"}): what the host enqueues, and how
-it comes to know how many rows go where."""
+"""Rows that copy engines move (ht, flat, variants={"dispatch": "copy", "combine": "copy"}): what the host enqueues, and
+how it comes to know how many rows go where."""
 
 from __future__ import annotations
 
 import weakref
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,12 +24,13 @@ Counts = tuple[int, ...]  # rows for each rank
 
 
 class RowCounts:
-    """How many rows a handle sends to each rank, on the host.
+    """How many rows a handle receives from each rank in dispatch, and sends there in combine, on the host.
 
-    source: where the device has the first row of each rank, int32, and how many there are after the last.
+    source: where the device has the first row of each rank, int32, and how many there are after the last. most_rows: of
+    a rank, and of all.
     """
 
-    def __init__(self, backend: Backend, source: int, num_ranks: int, most_rows: int) -> None:
+    def __init__(self, backend: Backend, source: int, num_ranks: int, most_rows: tuple[int, int]) -> None:
         self._source = source
         self._most_rows = most_rows
         self._memory: npt.NDArray[np.int32] = backend.pinned(4 * (num_ranks + 1)).view(np.int32)
@@ -52,8 +54,8 @@ class RowCounts:
         if stream.is_capturing():
             if self._known is None or self._event is not None:
                 raise OrderError(
-                    "combine: with variants={'combine': 'copy'} the host must know how many rows go where, and cannot"
-                    " wait for that in a stream capture: call num_recv_tokens() or combine once before"
+                    "variants that copy: the host must know how many rows go where, and cannot wait for that in a"
+                    " stream capture; call num_recv_tokens(), or dispatch or combine once, before"
                 )
             return self._known
         if not self._is_fixed:
@@ -73,15 +75,15 @@ class RowCounts:
         self._event = stream.record()
 
 
-def _counts(bases: list[int], most_rows: int) -> Counts:
+def _counts(bases: list[int], most_rows: tuple[int, int]) -> Counts:
     """All 0 where there is no routing, and `bases` are anything: the device refuses that then."""
     counts = tuple(after - before for before, after in pairwise(bases))
-    is_routing = bases[0] == 0 and all(0 <= count <= most_rows for count in counts)
+    is_routing = bases[0] == 0 and bases[-1] <= most_rows[1] and all(0 <= count <= most_rows[0] for count in counts)
     return counts if is_routing else (0,) * len(counts)
 
 
 class RowCopies:
-    """A group's copies, to each peer on a stream of its own."""
+    """A group's copies, from or to each peer on a stream of its own."""
 
     def __init__(self, group: Group) -> None:
         backend = group.world.backend
@@ -90,24 +92,45 @@ class RowCopies:
             backend.stream(backend.new_stream(is_urgent=True)) if rank != group.rank else None
             for rank in range(group.num_ranks)
         ]
-        self._stamp = group.memory.address + group.arena.offsets["combine_stamp"]
 
-    def enqueue(self, stream: Stream, call: CombineCall, counts: Counts) -> list[Event]:
-        """Rows to their owners, behind what `stream` has been given so far. Returns what to wait for in the end."""
-        group, begin = self._group, stream.record()
-        firsts = np.cumsum((0, *counts)).tolist()
-        ends = []
+    def fetch(self, stream: Stream, part: int, counts: Counts, recv_rows: Rows) -> list[Event]:
+        """Of dispatch: a part of what peers have packed to where it is received, behind what `stream` has been given so
+        far. Returns what to wait for in the end."""
+        group, cfg = self._group, self._group.cfg
+        per_part = -(-cfg.max_tokens_per_rank // layout.COPY_PARTS)  # struct Part of ht_dispatch_copy.cu
+        begin = part * per_part
+        (to, _, _, row_bytes), firsts = recv_rows, _firsts(counts)
+
+        def copy(src: int, side: Stream) -> None:
+            slot = (group.rank - src - 1) % group.num_ranks * cfg.max_tokens_per_rank  # packed_row there
+            rows = (self._at(src, "dispatch_packed") + slot * row_bytes, 0, row_bytes, row_bytes)
+            side.copy_rows(
+                to + (firsts[src] + begin) * row_bytes, _part(rows, begin, min(per_part, counts[src] - begin))
+            )
+
+        return self._beside(stream, [count > begin for count in counts], copy)
+
+    def send(self, stream: Stream, call: CombineCall, counts: Counts) -> list[Event]:
+        """Of combine: rows to their owners, likewise."""
+        firsts = _firsts(counts)
+        return self._beside(
+            stream,
+            [count > 0 for count in counts],
+            lambda dst, side: self._send_to(dst, side, call, firsts[dst], counts[dst]),
+        )
+
+    def _beside(self, stream: Stream, has_rows: list[bool], copy: Callable[[int, Stream], None]) -> list[Event]:
+        group, begin, ends = self._group, stream.record(), []
         for step in range(1, group.num_ranks):
-            dst = (group.rank + step) % group.num_ranks
-            side = stream if stream.is_synchronous else self._streams[dst]
-            if side is None or counts[dst] == 0:
-                continue
-            side.wait(begin)
-            self._copy_to(dst, side, call, firsts[dst], counts[dst])
-            ends.append(side.record())
+            rank = (group.rank + step) % group.num_ranks
+            side = stream if stream.is_synchronous else self._streams[rank]
+            if side is not None and has_rows[rank]:
+                side.wait(begin)
+                copy(rank, side)
+                ends.append(side.record())
         return ends
 
-    def _copy_to(self, dst: int, side: Stream, call: CombineCall, first: int, count: int) -> None:
+    def _send_to(self, dst: int, side: Stream, call: CombineCall, first: int, count: int) -> None:
         """Each part of the rows, and its flag behind it."""
         group, cfg = self._group, self._group.cfg
         slot = (group.rank - dst - 1) % group.num_ranks * cfg.max_tokens_per_rank  # Home::staged_index
@@ -117,14 +140,19 @@ class RowCopies:
             side.copy_rows(self._at(dst, "combine_grads") + slot * grads_bytes, from_)
         row_bytes = cfg.combine_row_bytes
         to, rows = self._at(dst, "combine_rows") + slot * row_bytes, rows_of(call.expert_out)
-        flags = self._at(dst, "combine_flags") + group.rank * layout.COPY_CHUNKS * layout.WORD_BYTES
-        per_chunk = -(-count // layout.COPY_CHUNKS)
-        for chunk, begin in enumerate(range(0, count, per_chunk)):
-            side.copy_rows(to + begin * row_bytes, _part(rows, first + begin, min(per_chunk, count - begin)))
-            side.copy_rows(flags + chunk * layout.WORD_BYTES, (self._stamp, 1, layout.WORD_BYTES, layout.WORD_BYTES))
+        flags = self._at(dst, "combine_flags") + group.rank * layout.COPY_PARTS * layout.WORD_BYTES
+        stamp = self._at(group.rank, "combine_stamp")
+        per_part = -(-count // layout.COPY_PARTS)  # struct Arrived of ht_combine_copy.cu
+        for part, begin in enumerate(range(0, count, per_part)):
+            side.copy_rows(to + begin * row_bytes, _part(rows, first + begin, min(per_part, count - begin)))
+            side.copy_rows(flags + part * layout.WORD_BYTES, (stamp, 1, layout.WORD_BYTES, layout.WORD_BYTES))
 
     def _at(self, rank: int, region: str) -> int:
         return self._group.memory.peers[self._group.members[rank]] + self._group.arena.offsets[region]
+
+
+def _firsts(counts: Counts) -> list[int]:
+    return list(accumulate(counts, initial=0))
 
 
 def _part(rows: Rows, first: int, count: int) -> Rows:

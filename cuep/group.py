@@ -85,7 +85,7 @@ class Group:
             None  # of the newest operation outside captures: the next one comes behind it
         )
         self._captured_stream: Stream | None = None  # of the newest inside one, and where it is probably replayed
-        self._call_stream: Stream | None = None  # of the newest call
+        self.call_stream: Stream | None = None  # of the newest call
         self._broken: CuepError | None = None
         self._mask: Mask | None = None
         self._tickets = itertools.count(1)
@@ -426,7 +426,7 @@ class Group:
     def choose_stream(self, stream: Any, like: Any, previous_event: Any = None) -> Stream:
         """The stream of an operation, put behind the group's previous one, and behind previous_event."""
         chosen: Stream = self.world.backend.stream(stream, like)
-        self._call_stream = chosen
+        self.call_stream = chosen
         self.go_on_at(chosen)
         if previous_event is not None:
             chosen.wait(self.world.backend.event(previous_event))
@@ -434,11 +434,11 @@ class Group:
 
     def view(self, array: Any, name: str, *, is_written: bool = False) -> View:
         """An argument of the call whose stream was chosen last."""
-        return view(array, name, self.world.backend, self._call_stream, is_written=is_written)
+        return view(array, name, self.world.backend, self.call_stream, is_written=is_written)
 
     def export(self, array: Array, framework: str, dtype: str | None = None) -> Any:
         """A result of the call whose stream was chosen last, as an array of `framework`. dtype: what bytes are."""
-        return export(array, framework, self.world.backend, self._call_stream, dtype)
+        return export(array, framework, self.world.backend, self.call_stream, dtype)
 
     def take_ticket(self, *objects: Any) -> int:
         """Number a launch, and keep what it reads and writes until the device says that it is over."""
@@ -471,9 +471,9 @@ class Group:
             yield
 
     def _wait_for_all(self, call: str) -> None:
-        if self._call_stream is not None and self._call_stream.is_capturing():
+        if self.call_stream is not None and self.call_stream.is_capturing():
             raise OrderError(f"{call} waits for the device, which a stream capture does not allow")
-        for stream in {self._last_stream, self._captured_stream, self._call_stream}:
+        for stream in {self._last_stream, self._captured_stream, self.call_stream}:
             if stream is not None and not stream.is_capturing():
                 stream.synchronize()
 

@@ -162,7 +162,8 @@ class Handle:
         Raises:
             ArgumentError, ArgumentTypeError: x, scales, out, previous_event or stream does not fit, or (ht) other
                 handles hold all receive buffers; nothing is dispatched on any rank, and the next dispatch works.
-            OrderError: the handle has no routing, an operation of it is pending, or too many are. Nothing is sent.
+            OrderError: the handle has no routing, an operation of it is pending, or too many are; or, with
+                variants={"dispatch": "copy"}, it is captured before the host knows the routing. Nothing is sent.
             ClosedError, PeerTimeout: see Group.check. PeerRefused, DeviceError: only where the call waits.
         """
         group = self.group

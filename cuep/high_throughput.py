@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from cuep import layout
 from cuep.arrays import View, allowed_dtypes, check_rows
 from cuep.backend import Array, Rows, Stream
-from cuep.copies import RowCopies, RowCounts
+from cuep.copies import Counts, RowCopies, RowCounts
 from cuep.errors import ArgumentError, ArgumentTypeError
 from cuep.launching import (
     CombineCall,
     KernelSpec,
     changed,
+    check_takes,
     elem_type,
     given_address,
     load_kernels,
@@ -56,6 +57,7 @@ class HandleState:
     is_out: bool = False  # rows of the newest dispatch are in the caller's own array
     hold: Hold = field(default_factory=Hold)  # on combine buffers
     row_counts: RowCounts | None = None  # where the host copies rows
+    counts: Counts = ()  # of the call that is being made
 
 
 class HighThroughput:
@@ -72,8 +74,9 @@ class HighThroughput:
             first, row_bytes = group.memory.address + group.arena.offsets["combine_rows"], cfg.combine_row_bytes
             memory = (int(first), cfg.num_buffers * self._max_rows, row_bytes, row_bytes)
             self.combine_buffers = CombineBuffers(memory, self._max_rows, has_peers=group.num_ranks > 1)
-        transport = layout.transport(cfg)
-        self._copies = RowCopies(group) if transport == "copy" else None
+        transports = {op: layout.transport(cfg, op) for op in ("dispatch", "combine")}
+        self._copied = {op for op, transport in transports.items() if transport == "copy"}
+        self._copies = RowCopies(group) if self._copied else None
         group.workspace["high_water"][...] = self._max_rows  # ids of a fresh buffer are no ids either
         routing: dict[str, Constant] = {
             "kNumRanks": group.num_ranks,
@@ -82,11 +85,11 @@ class HighThroughput:
         }
         sent = routing | sent_row(cfg)
         returned = routing | {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
-        returned["kTransport"] = layout.TRANSPORTS.index(transport)
-        if self._copies is not None:
-            returned["kNumChunks"] = layout.COPY_CHUNKS
+        for op, constants in (("dispatch", sent), ("combine", returned)):
+            constants["kTransport"] = layout.TRANSPORTS.index(transports[op])
+            if op in self._copied:
+                constants["kNumParts"] = layout.COPY_PARTS
         smem_bytes = group.world.backend.max_smem_bytes
-        route, dispatch = ("ballot", "bulk") if self._is_flat else ("slots", "expand")
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
         out = row_pipeline(room, "kNumWarps", 6, 2, smem_bytes)
         if self._is_flat:
@@ -99,9 +102,9 @@ class HighThroughput:
         self._route, self._dispatch, self._combine = load_kernels(
             group,
             [
-                KernelSpec("route", route, routing, {}, _ROUTE_BLOCKS),
-                KernelSpec("dispatch", dispatch, sent, out),
-                KernelSpec("combine", layout.combine_variant(cfg), returned, home, self._combine_blocks()),
+                KernelSpec("route", layout.ht_variant(cfg, "route"), routing, {}, _ROUTE_BLOCKS),
+                KernelSpec("dispatch", layout.ht_variant(cfg, "dispatch"), sent, out),
+                KernelSpec("combine", layout.ht_variant(cfg, "combine"), returned, home, self._combine_blocks()),
             ],
         )
         self._refusal = self._records(None)
@@ -109,12 +112,12 @@ class HighThroughput:
     def _combine_blocks(self) -> int | None:
         """Copies between ranks that share a GPU are made by multiprocessors, which the kernel must leave some of."""
         backend = self._group.world.backend
-        return max(1, backend.num_processors // 2) if self._copies is not None and backend.is_shared else None
+        return max(1, backend.num_processors // 2) if "combine" in self._copied and backend.is_shared else None
 
     def attach(self, handle: Handle) -> HandleState:
         state, group = self._records(handle), self._group
         if self._copies is not None:
-            most_rows = min(group.cfg.max_tokens_per_rank, self._max_rows)
+            most_rows = (group.cfg.max_tokens_per_rank, self._max_rows)
             state.row_counts = RowCounts(group.world.backend, handle.addresses["recv_base"], group.num_ranks, most_rows)
         return state
 
@@ -151,6 +154,8 @@ class HighThroughput:
             ArgumentError, ArgumentTypeError: `out` does not fit, or other handles hold all buffers.
         """
         group, state = self._group, handle.state
+        check_takes(state.dispatch, "dispatch", out=out is not None)
+        self._learn_counts(handle, "dispatch")
         if out is not None:
             self._check_rows(out, "out", group.cfg.recv_dtype, group.cfg.columns, group.cfg.recv_row_bytes)
         if state.lease is None or not state.lease.is_held:
@@ -173,17 +178,35 @@ class HighThroughput:
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
         set_scales(record, scales)
-        record["out"] = given_address(out, handle)
-        record["out_stride"] = 0 if out is None else out.strides[0]
-        record["out_rows"] = 0 if out is None else out.shape[0]
+        if "out" in record.names:
+            record["out"] = given_address(out, handle)
+            record["out_stride"] = 0 if out is None else out.strides[0]
+            record["out_rows"] = 0 if out is None else out.shape[0]
         set_count(record, handle)
         state.is_out = out is not None
-        ticket = self._dispatch.launch(record, stream, handle.arrays, x, scales, out)
+        if "dispatch" in self._copied:
+            ticket = self._dispatch_by_copies(handle, stream, x, scales)
+        else:
+            ticket = self._dispatch.launch(record, stream, handle.arrays, x, scales, out)
         state.first_use = ticket if state.first_use is None else state.first_use
         state.is_captured = state.is_captured or stream.is_capturing()
         if out is not None and not state.is_captured:
             self._drop_lease(handle)
         return ticket
+
+    def _dispatch_by_copies(self, handle: Handle, stream: Stream, *objects: Any) -> int:
+        assert self._copies is not None
+        state, record = handle.state, handle.state.dispatch
+        record["num_copied"] = state.counts
+        ends = []
+        for part in range(layout.COPY_PARTS):
+            with changed(record, first_part=part, end_part=part + 1):
+                self._dispatch.launch(record, stream)
+            ends += self._copies.fetch(stream, part, state.counts, state.recv_rows)
+        for end in ends:
+            stream.wait(end)
+        with changed(record, first_part=layout.COPY_PARTS):
+            return self._dispatch.launch(record, stream, handle.arrays, *objects, grid=1)
 
     def repeater(self, operation: str, handle: Handle) -> None:
         """There is none: each dispatch may take another receive buffer."""
@@ -203,7 +226,14 @@ class HighThroughput:
         if handle.state.row_counts is not None:
             handle.state.row_counts.learn()
 
+    def _learn_counts(self, handle: Handle, op: str) -> None:
+        """Waits for the routing, if the host copies rows in this operation."""
+        if op in self._copied and self._group.call_stream is not None:
+            handle.state.counts = handle.state.row_counts.get(self._group.call_stream)
+            self._group.begin()  # the wait may have ended in a timeout
+
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
+        self._learn_counts(handle, "combine")
         cfg = self._group.cfg
         self._check_rows(expert_out, "expert_out", str(cfg.combine_dtype), cfg.hidden, cfg.combine_row_bytes)
         if self.combine_buffers is not None:
@@ -233,7 +263,7 @@ class HighThroughput:
         set_combine(record, handle, call, call.expert_out.strides[0])
         rows = min(self._max_rows, call.expert_out.shape[0])
         record["num_rows"] = rows if grads is None else min(rows, grads.shape[0])
-        if self._copies is not None:
+        if "combine" in self._copied:
             return self._combine_by_copies(handle, call, stream)
         if self.combine_buffers is not None:
             buffer, record["is_copied"] = self.combine_buffers.use(
@@ -244,14 +274,13 @@ class HighThroughput:
 
     def _combine_by_copies(self, handle: Handle, call: CombineCall, stream: Stream) -> int:
         assert self._copies is not None
-        record, counts = handle.state.combine, handle.state.row_counts.get(stream)
-        self._group.begin()  # a wait may have ended in a timeout
+        record, counts = handle.state.combine, handle.state.counts
         if sum(counts) > record["num_rows"]:
             counts = (0,) * len(counts)  # the kernel refuses it
         record["num_copied"] = counts
         with changed(record, is_send=True):
             self._combine.launch(record, stream, grid=1)
-        ends = self._copies.enqueue(stream, call, counts)
+        ends = self._copies.send(stream, call, counts)
         with changed(record, is_receive=True):
             ticket = self._combine.launch(record, stream)
         for end in ends:
@@ -322,6 +351,7 @@ class HighThroughput:
         cfg = group.cfg
         own |= {"max_tokens": cfg.max_tokens_per_rank, "max_rows": self._max_rows, "alignment": cfg.alignment}
         own = {"out_scales": 0} | own  # where rows have none
+        own |= {"first_part": 0, "end_part": layout.COPY_PARTS + 1}  # where nothing else is said: all
         own |= {"is_drop": cfg.overflow == "drop", "is_global_ids": cfg.expert_ids == "global"}
         own["is_padding_zeroed"] = cfg.zero_padding
         recv = {f"{name.removeprefix('recv_')}_offset": at for name, at in offsets.items() if name.startswith("recv_")}

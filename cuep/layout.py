@@ -24,8 +24,12 @@ MASK_BYTES = 40  # struct MaskWords of mask.cuh
 LINE_TOKENS = {("dispatch", "direct"): 128, ("combine", "direct"): 64, ("combine", "partial"): 128}
 IN_PLACE = ("tokens", "scales")  # what lies in symmetric memory where rows are received in place
 READY_BANKS = 2  # words of ht dispatch that say where a rank receives: see ht_receive.cuh
-TRANSPORTS = ("push", "pull", "copy")  # how rows of an ht combine come home: enum Transport of ht_home.cuh
-COPY_CHUNKS = 4  # copy: the rows for a rank come in so many parts, each with a flag
+TRANSPORTS = ("push", "pull", "copy")  # how rows of an ht operation come to another rank: Transport of ht_walk.cuh
+COPY_PARTS = 4  # copy: the rows for a rank come in so many parts
+_HT_VARIANTS = {
+    "flat": {"route": "ballot", "dispatch": "bulk", "combine": "push"},
+    "expert_major": {"route": "slots", "dispatch": "expand", "combine": "partial"},
+}
 ROUTE_BANKS = 2  # count matrices: a rank that writes one has seen that all have read the last but one
 
 
@@ -145,13 +149,18 @@ def _ht_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
         }
     else:
         regions["dispatch_headers"] = Region(messages * topk * 8)
-    regions["dispatch_flags"] = _words(messages)
+    if transport(cfg, "dispatch") == "copy":
+        regions |= {
+            "dispatch_packed": Region((messages - cfg.max_tokens_per_rank) * cfg.sent_row_bytes),
+            "dispatch_arrived": _words(COPY_PARTS, num_ranks),
+        }
+    else:
+        regions |= {"dispatch_flags": _words(messages), "dispatch_arrived": _words(num_ranks)}
     counted = cfg.num_experts // num_ranks if is_flat else cfg.num_experts
     regions |= {
         "route_matrix": _words(ROUTE_BANKS, num_ranks, num_ranks),
         "route_counts": _words(ROUTE_BANKS, num_ranks, counted),
         "dispatch_ready": _words(READY_BANKS, num_ranks),
-        "dispatch_arrived": _words(num_ranks),
         "combine_totals": _words(num_ranks),
         "combine_done": _words(num_ranks),
     }
@@ -165,31 +174,38 @@ def _ht_regions(cfg: GroupConfig, num_ranks: int) -> dict[str, Region]:
         "combine_rows": Region(staged * cfg.combine_row_bytes),
         "combine_grads": Region(staged * topk * 4),
     }
-    if transport(cfg) != "copy":
+    if transport(cfg, "combine") != "copy":
         return regions | {"combine_flags": _words(messages)}
     return regions | {
-        "combine_flags": _words(num_ranks, COPY_CHUNKS),
+        "combine_flags": _words(num_ranks, COPY_PARTS),
         "combine_left": _words(num_ranks),
         "combine_stamp": _words(1),
     }
 
 
-def transport(cfg: GroupConfig) -> str:
-    """Of TRANSPORTS (ht): the one that the name of combine's variant begins with. "pull" has combine buffers in
-    symmetric memory, "copy" has words for the host's copies."""
-    name = combine_variant(cfg) if cfg.layout == "flat" else ""
-    return next((known for known in TRANSPORTS if name.startswith(known)), TRANSPORTS[0])
+def ht_variant(cfg: GroupConfig, op: str) -> str:
+    """The kernel of an operation in ht: as GroupConfig.variants says, else the one that suits any number of
+    multiprocessors and any array."""
+    own = _HT_VARIANTS[str(cfg.layout)][op]
+    return cfg.variants.get(op, own)
+
+
+def transport(cfg: GroupConfig, op: str) -> str:
+    """Of TRANSPORTS (ht flat): the one that the name of the operation's variant begins with. "pull" (combine) has
+    combine buffers in symmetric memory, "copy" what the host's copies need; others are like "push"."""
+    known = TRANSPORTS if op == "combine" else TRANSPORTS[::2]
+    name = ht_variant(cfg, op) if cfg.layout == "flat" else ""
+    return next((transport for transport in known if name.startswith(transport)), TRANSPORTS[0])
+
+
+def takes_out(cfg: GroupConfig) -> bool:
+    """ht: whether dispatch can put rows into an array of the caller's."""
+    return transport(cfg, "dispatch") != "copy"
 
 
 def is_pulled(cfg: GroupConfig) -> bool:
     """ht: whether combine reads rows where the experts' ranks have them, in combine buffers in symmetric memory."""
-    return cfg.mode == "ht" and transport(cfg) == "pull"
-
-
-def combine_variant(cfg: GroupConfig) -> str:
-    """The kernel of combine in ht: as GroupConfig.variants says, else the one that takes rows from any array."""
-    own = "partial" if cfg.layout != "flat" else "push"
-    return cfg.variants.get("combine", own)
+    return cfg.mode == "ht" and transport(cfg, "combine") == "pull"
 
 
 def max_recv_rows(cfg: GroupConfig, num_ranks: int) -> int:
@@ -232,19 +248,20 @@ def handle_arrays(cfg: GroupConfig, num_ranks: int, *, is_in_place: bool = False
 def _ht_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     tokens, topk, rows = cfg.max_tokens_per_rank, cfg.num_topk, max_recv_rows(cfg, num_ranks)
     local_experts = cfg.num_experts // num_ranks
-    scales: Shapes = {"out_scales": ((rows, cfg.scale_columns), cfg.scale_dtype)} if cfg.num_scales else {}
+    beside_out: Shapes = {  # flat: what dispatch(out=) brings beside the caller's rows and their scales
+        "out_topk_idx": ((rows, topk), "int32"),
+        "out_topk_weights": ((rows, topk), "float32"),
+        "out_source": ((rows, 2), "int32"),
+    }
+    has_scales = cfg.num_scales and takes_out(cfg)
+    scales: Shapes = {"out_scales": ((rows, cfg.scale_columns), cfg.scale_dtype)} if has_scales else {}
     shapes = scales | {
         "rows": ((tokens, num_ranks), "int32"),
         "send_base": ((num_ranks,), "int32"),
         "recv_base": ((num_ranks + 1,), "int32"),
     }
-    if cfg.layout == "flat":  # the last three, and scales: what dispatch(out=) brings beside the caller's rows
-        return shapes | {
-            "src_rank_counts": ((num_ranks,), "int32"),
-            "out_topk_idx": ((rows, topk), "int32"),
-            "out_topk_weights": ((rows, topk), "float32"),
-            "out_source": ((rows, 2), "int32"),
-        }
+    if cfg.layout == "flat":
+        return shapes | {"src_rank_counts": ((num_ranks,), "int32")} | (beside_out if takes_out(cfg) else {})
     messages = num_ranks * tokens
     return shapes | {
         "slots": ((tokens, topk), "int32"),

@@ -97,8 +97,8 @@ class Refusal:
         if self.cause is Cause.STALE_COUNTS:
             return OrderError(
                 f"{self.operation}: the host copies as many rows as an earlier routing of this handle had, as happens"
-                " where a graph with a combine is replayed after another routing; capture it again. Nothing was"
-                " combined"
+                " where a graph is replayed after another routing; capture it again. Nothing was"
+                f" {'dispatched' if self.operation == 'dispatch' else 'combined'}"
             )
         if self.cause is Cause.WEIGHTS_DIFFER:
             return ArgumentError(

@@ -12,11 +12,11 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kTransport = 2;
-constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumChunks = 4, kNumWarps = 32;
+constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumParts = 4, kNumWarps = 32;
 using elem_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kTransport=2 kNumChunks=4
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kTransport=2 kNumChunks=4
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 elem_t=cuep::bf16_t kTransport=2 kNumParts=4
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 elem_t=float kTransport=2 kNumParts=4
 CUEP_TUNABLE(kNumWarps, 32, 2);
 static_assert(kTransport == cuep::kCopied, "only for variants named copy... the host copies rows: cuep/layout.py");
 
@@ -26,7 +26,7 @@ struct Params {
     uint8_t* arena[kNumRanks];  // symmetric memory of every rank; offsets below are bytes into it
     int64_t rows_offset;        // [kNumRanks - 1, max_tokens] rows; source s is at (s - rank - 1) mod kNumRanks
     int64_t grads_offset;       // float [kNumRanks - 1, max_tokens, kNumTopk], likewise
-    int64_t flags_offset;       // uint64 [kNumRanks, kNumChunks]: epoch; a part of this peer's rows is here
+    int64_t flags_offset;       // uint64 [kNumRanks, kNumParts]: epoch; a part of this peer's rows is here
     int64_t totals_offset;      // uint64 [kNumRanks]: epoch, rows that this peer sends | kHasGrads, or kRefused
     int64_t done_offset;        // uint64 [kNumRanks]: epoch that this peer has read
     int64_t left_offset;        // uint64 [kNumRanks]: value 1: this peer's copies wait for nobody any more
@@ -116,23 +116,23 @@ CUEP_DEVICE void open(const Params& p, bool is_skipped) {
 
 // Of a warp: how many parts of each rank's rows have been waited for; lane r has rank r's.
 struct Arrived {
-    int32_t rows_per_chunk;
-    int32_t num_chunks = 0;
+    int32_t rows_per_part;
+    int32_t num_parts = 0;
 
     // lane_total: of lane r, what rank r published.
     CUEP_DEVICE explicit Arrived(uint32_t lane_total)
-        : rows_per_chunk(max(1, (static_cast<int32_t>(lane_total & ~kHasGrads) + kNumChunks - 1) / kNumChunks)) {}
+        : rows_per_part(max(1, (static_cast<int32_t>(lane_total & ~kHasGrads) + kNumParts - 1) / kNumParts)) {}
 
     // Waits for the row in this slot of lane r's rank r, if slot >= 0. The whole warp calls; false: gave up.
     CUEP_DEVICE bool wait(const Params& p, const Operation& op, int32_t slot) {
         const int lane = lane_idx();
-        const int32_t chunk = slot / rows_per_chunk;
+        const int32_t part = slot / rows_per_part;
         bool is_ok = true;
-        if (slot >= 0 && chunk >= num_chunks) {  // parts come in order
+        if (slot >= 0 && part >= num_parts) {  // parts come in order
             uint32_t unused = 0;
-            const uint64_t* flag = word_of(p, p.flags_offset, p.rank, lane * kNumChunks + chunk);
+            const uint64_t* flag = word_of(p, p.flags_offset, p.rank, lane * kNumParts + part);
             is_ok = wait_flag(op, flag, Phase::kRows, lane, unused);
-            num_chunks = chunk + 1;
+            num_parts = part + 1;
         }
         if (!__all_sync(0xffffffffu, is_ok)) return false;
         __syncwarp();  // a vote orders no memory: now every lane may read what one lane has waited for

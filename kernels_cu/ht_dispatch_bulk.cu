@@ -15,18 +15,20 @@
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kNumRanks = 4, kNumExperts = 256, kNumTopk = 8, kRowBytes = 14336, kNumWarps = 6, kNumStages = 2;
+constexpr int kTransport = 0;
 constexpr bool kTakesTurns = false;  // every warp has the same number of tokens
 constexpr int kSrcBytes = 14336, kTokenBytes = 14336, kQuant = 0, kNumScales = 0, kScaleBytes = 1;
 using src_t = cuep::bf16_t;
 #endif
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t kTakesTurns=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t kTakesTurns=true
-// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 src_t=cuep::bf16_t kTakesTurns=false
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 src_t=float kTakesTurns=true
-// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t kTakesTurns=false
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=14336 kSrcBytes=14336 kTokenBytes=14336 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t kTakesTurns=false kTransport=0
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=528 kSrcBytes=528 kTokenBytes=528 kQuant=0 kNumScales=0 kScaleBytes=1 src_t=cuep::bf16_t kTakesTurns=true kTransport=0
+// compile: kNumRanks=4 kNumExperts=256 kNumTopk=8 kRowBytes=7392 kSrcBytes=14336 kTokenBytes=7168 kQuant=4 kNumScales=56 kScaleBytes=4 src_t=cuep::bf16_t kTakesTurns=false kTransport=0
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=400 kSrcBytes=1536 kTokenBytes=384 kQuant=1 kNumScales=3 kScaleBytes=1 src_t=float kTakesTurns=true kTransport=0
+// compile: kNumRanks=2 kNumExperts=8 kNumTopk=3 kRowBytes=288 kSrcBytes=272 kTokenBytes=272 kQuant=0 kNumScales=5 kScaleBytes=2 src_t=cuep::bf16_t kTakesTurns=false kTransport=0
+static_assert(kTransport == cuep::kPushed, "variants named copy... have other memory: cuep/layout.py");
 CUEP_TUNABLE(kNumWarps, 6, 2);
 CUEP_TUNABLE(kNumStages, 2, 2);
-#include <cuep/ht_source.cuh>
+#include <cuep/ht_flat.cuh>
 
 using namespace cuep;
 
@@ -75,47 +77,15 @@ struct Params {
     bool is_refused;     // publish kRefused instead of a buffer
 };
 
-constexpr int kNumThreads = kNumWarps * 32;
-constexpr int kNumLocalExperts = kNumExperts / kNumRanks;
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
 using PeerRows = WalkOfPeers<kNumRanks>;
 static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
 using Tokens = TokenShare<kTakesTurns>;
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
 
-// Ids of rows beyond the count are -1, whatever an earlier dispatch left there.
-CUEP_DEVICE void clear_tail(int32_t* ids, float* weights, int64_t first_row, int64_t end_row) {
-    const int64_t step = gridDim.x * kNumThreads;
-    for (int64_t i = first_row * kNumTopk + blockIdx.x * kNumThreads + threadIdx.x; i < end_row * kNumTopk; i += step) {
-        ids[i] = -1;
-        weights[i] = 0.0f;
-    }
-}
-
 CUEP_DEVICE uint64_t* flag_of(const Params& p, int dst, int src, int64_t slot) {
     return reinterpret_cast<uint64_t*>(p.arena[dst] + p.flags_offset) + int64_t{src} * p.max_tokens + slot;
 }
-
-// Ids, weights and origin of token t's row, to where dst has them. The whole warp calls.
-CUEP_DEVICE void store_routing(const Params& p, int t, int dst, int32_t* ids, float* weights, int32_t* source) {
-    const int lane = lane_idx();
-    for (int k = lane; k < kNumTopk; k += 32) {
-        const int e = p.ids[static_cast<int64_t>(t) * kNumTopk + k];
-        const bool is_there = e >= 0 && e / kNumLocalExperts == dst;
-        const int id = p.is_global_ids ? e : e % kNumLocalExperts;
-        ids[k] = is_there ? id : -1;
-        weights[k] = is_there ? p.weights[static_cast<int64_t>(t) * kNumTopk + k] : 0.0f;
-    }
-    if (lane < 2) source[lane] = lane == 0 ? p.rank : t;
-}
-
-// What is known of a token before its row is there.
-struct Plan {
-    int32_t rows;  // row_of_lane
-    GivenScales scales;
-
-    CUEP_DEVICE Plan(const Params& p, int t) : rows(row_of_lane<kNumRanks>(p, t)), scales(p, t) {}
-};
 
 // Rows of this rank's tokens, and what belongs to them, to each of their ranks; its own, with `out`, straight there.
 struct Sender {
@@ -153,13 +123,7 @@ struct Sender {
                               p.out_topk_weights + row * kNumTopk,
                               p.out_source + row * 2);
             } else {
-                const uint32_t buffer = buffer_of(buffers[dst]);
-                store_routing(p,
-                              t,
-                              dst,
-                              at_row<int32_t>(p, p.topk_idx_offset, dst, buffer, row, kNumTopk),
-                              at_row<float>(p, p.topk_weights_offset, dst, buffer, row, kNumTopk),
-                              at_row<int32_t>(p, p.source_offset, dst, buffer, row, 2));
+                store_routing(p, t, dst, buffer_of(buffers[dst]), row);
             }
         }
     }

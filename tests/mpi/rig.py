@@ -24,8 +24,11 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "ht pulled": ("ht", {"variants": {"combine": "pull"}}),
     "ht expert_major": ("ht", {"layout": "expert_major", "alignment": 4}),
     "ht copied": ("ht", {"variants": {"combine": "copy"}}),
+    "ht fetched": ("ht", {"variants": {"dispatch": "copy", "combine": "copy"}}),
 }
-ON_DEVICE = [name for name in FORMS if name != "ht copied"]  # the host needs to know nothing of a routing
+ON_DEVICE = [
+    name for name in FORMS if name not in ("ht copied", "ht fetched")
+]  # the host needs to know nothing of a routing
 LL_FORMS = [name for name in FORMS if name.startswith("ll")]
 
 _SCALE_ROWS = r"""

@@ -128,10 +128,11 @@ def test_a_captured_combine_buffer(world: Any) -> None:
         assert len({handle.combine_buffer(stream=stream).data.ptr for handle in handles}) == 4  # all are back
 
 
-def test_captured_copies(world: Any) -> None:
-    """Of combine alone, whose copies have the sizes of the routing at the capture: others are refused, not copied."""
+@pytest.mark.parametrize("form", ["ht copied", "ht fetched"])
+def test_captured_copies(world: Any, form: str) -> None:
+    """They have the sizes of the routing at the capture: others are refused, not copied."""
     stream = world.stream()
-    with cuep.Group(world, form_config("ht copied")) as group:
+    with cuep.Group(world, form_config(form)) as group:
         rig = Rig(world, group, stream)
 
         def step_and_combine() -> None:

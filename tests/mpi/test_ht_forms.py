@@ -32,6 +32,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "flat_global": {"layout": "flat", "expert_ids": "global", "combine_dtype": "float32"},
     "pulled": {"layout": "flat", "variants": {"combine": "pull"}},
     "copied": {"layout": "flat", "variants": {"combine": "copy"}},
+    "fetched": {"layout": "flat", "variants": {"dispatch": "copy", "combine": "copy"}, "expert_ids": "global"},
     "expert_major": {"layout": "expert_major"},
     "aligned": {"layout": "expert_major", "alignment": 8, "combine_dtype": "float16", "zero_padding": True},
     "odd": {
@@ -259,7 +260,8 @@ def run_form(world: Any, group: cuep.Group, step: Step, handle: Any = None, with
     if with_all:
         num_rows = min(max(want.needed()[world.rank], 1), want.max_rows)
         wide = np.full((num_rows, 2 * group.cfg.hidden), np.nan, np.float32)
-        out = to_device(world, wide.astype(layout.dtype_of(group.cfg.dtype)))[:, : group.cfg.hidden]
+        if layout.takes_out(group.cfg):
+            out = to_device(world, wide.astype(layout.dtype_of(group.cfg.dtype)))[:, : group.cfg.hidden]
         shape = step.x.shape
         rng = np.random.default_rng(world.rank)
         bias = tuple(rng.standard_normal(shape).astype(np.float32).astype(want.dtype) for _ in range(2))
@@ -334,7 +336,7 @@ def test_weights_of_one(world: Any, groups: Any, form: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("form", ["flat", "aligned", "copied"])
+@pytest.mark.parametrize("form", ["flat", "aligned", "fetched"])
 def test_token_counts_on_the_device(world: Any, groups: Any, form: str, dtype: str) -> None:
     """The rows behind num_tokens are nobody's: their ids may be anything."""
     group = groups(form)
@@ -358,7 +360,7 @@ def test_token_counts_on_the_device(world: Any, groups: Any, form: str, dtype: s
 
 
 @pytest.mark.parametrize("count", [-1, 13])
-@pytest.mark.parametrize("form", ["flat", "aligned", "copied"])
+@pytest.mark.parametrize("form", ["flat", "aligned", "fetched"])
 def test_a_bad_token_count(world: Any, groups: Any, form: str, count: int) -> None:
     """The last rank's count is wrong: all ranks refuse, and the next routing works."""
     group = groups(form)
@@ -638,49 +640,63 @@ def test_combine_buffers_that_graphs_use(world: Any, groups: Any, monkeypatch: A
 
 
 @pytest.mark.ranks(2, 4)
-def test_copies_of_another_routing(world: Any, groups: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("form", ["copied", "fetched"])
+def test_copies_of_another_routing(world: Any, groups: Any, monkeypatch: Any, form: str) -> None:
     """Sizes that a graph holds are not those of the routing: refused. Eager calls ask again."""
     if world.backend.name != "cpu":
         pytest.skip("tests with graphs: test_gpu_forms.py")
-    group, stream = groups("copied"), world.stream()
+    group, stream = groups(form), world.stream()
     steps = [random_step(world, group.cfg, number, 6 + number, 0.0) for number in range(3)]
     wants = [Expected(world, group.cfg, step) for step in steps]
+    outs = [want.expert_out(want.max_rows) for want in wants]
     is_capturing = False
     monkeypatch.setattr(type(world.backend.stream(stream)), "is_capturing", lambda _: is_capturing)
 
-    def dispatched(number: int, handle: Any = None) -> Any:
-        step = steps[number]
-        if handle is None:
-            handle = group.create_handle(step.topk_idx, step.topk_weights, stream=stream)
-        else:
-            handle.update(step.topk_idx, step.topk_weights, stream=stream)
-        handle.dispatch(step.x, stream=stream)
-        return handle
+    def update(handle: Any, number: int) -> None:
+        handle.update(steps[number].topk_idx, steps[number].topk_weights, stream=stream)
 
-    def combined(handle: Any, number: int) -> None:
-        y = handle.combine(wants[number].expert_out(wants[number].max_rows), stream=stream)
+    def run(number: int) -> None:
+        recv = handle.dispatch(steps[number].x, stream=stream)
+        y = handle.combine(outs[number], stream=stream)
         group.check()
+        wants[number].check_received(recv)
         reference.assert_same(y, wants[number].y(), "y")
 
-    handle = dispatched(0)
+    handle = group.create_handle(steps[0].topk_idx, steps[0].topk_weights, stream=stream)
     is_capturing = True
     with pytest.raises(cuep.OrderError, match="must know how many rows go where"):
-        combined(handle, 0)
+        handle.dispatch(steps[0].x, stream=stream)
+        handle.combine(outs[0], stream=stream)
     is_capturing = False
     handle.num_recv_tokens()
     is_capturing = True
-    handle.combine(wants[0].expert_out(wants[0].max_rows), stream=stream)
-    dispatched(1, handle)
-    handle.combine(wants[1].expert_out(wants[1].max_rows), stream=stream)
+    handle.dispatch(steps[0].x, stream=stream)
+    handle.combine(outs[0], stream=stream)
+    update(handle, 1)
+    handle.dispatch(steps[1].x, stream=stream)  # fetched: refused
+    handle.combine(outs[1], stream=stream)  # copied: refused
     is_capturing = False
     with pytest.raises(cuep.OrderError, match="as many rows as an earlier routing of this handle had"):
         group.check()
-    handle.dispatch(steps[1].x, stream=stream)
-    combined(handle, 1)
+    run(1)
     is_capturing = True
-    dispatched(2, handle)
+    update(handle, 2)
     is_capturing = False
-    combined(handle, 2)
+    run(2)
+    handle.close()
+
+
+def test_copies_into_no_out(world: Any, groups: Any) -> None:
+    """Every rank's call is refused, and the next one works."""
+    group = groups("fetched")
+    step = random_step(world, group.cfg, 6, 8)
+    want = Expected(world, group.cfg, step)
+    handle = routed(world, group, step)
+    out = to_device(world, np.zeros((want.max_rows, group.cfg.hidden), step.x.dtype))
+    with pytest.raises(cuep.ArgumentError, match="dispatch: this variant of the kernel does not take out"):
+        handle.dispatch(to_device(world, step.x), out=out)
+    want.check_received(handle.dispatch(to_device(world, step.x)))
+    group.check()
     handle.close()
 
 
@@ -829,7 +845,7 @@ def lopsided(world: Any, cfg: cuep.GroupConfig, num_tokens: int) -> Step:
     return step
 
 
-@pytest.mark.parametrize("form", ["flat", "pulled", "expert_major", "aligned", "copied"])
+@pytest.mark.parametrize("form", ["flat", "pulled", "expert_major", "aligned", "fetched"])
 def test_capacity(world: Any, groups: Any, form: str) -> None:
     """C07, A16: exactly enough rows are enough; one (or one aligned piece) less is refused, or rows are left out."""
     cfg = groups(form).cfg
@@ -893,8 +909,8 @@ def shuffled(world: Any, monkeypatch: Any) -> Iterator[Any]:
     copy_rows, rng = cpu_stream._copy_rows, np.random.default_rng(world.rank)
 
     def late_copy(to: int, source: Any) -> None:
-        if rng.random() < 0.2:
-            time.sleep(rng.random() * 2e-3)
+        if rng.random() < 0.05:
+            time.sleep(rng.random() * 1e-2)
         copy_rows(to, source)
 
     monkeypatch.setattr(cpu_stream, "_copy_rows", late_copy)
@@ -903,7 +919,7 @@ def shuffled(world: Any, monkeypatch: Any) -> Iterator[Any]:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("form", ["flat", "pulled", "aligned", "dropping", "copied"])
+@pytest.mark.parametrize("form", ["flat", "pulled", "aligned", "dropping", "copied", "fetched"])
 def test_shuffled_schedules(world: Any, shuffled: Any, monkeypatch: Any, form: str) -> None:
     """Across the wrap of epochs, steps with few and many tokens, with and without all that combine can do."""
     monkeypatch.setenv("CUEP_START_EPOCH", str(ALMOST_WRAPPED))
@@ -983,7 +999,7 @@ def first_failing_seed(
     return None
 
 
-PULLED, COPIED = FORMS["pulled"], FORMS["copied"]
+PULLED, COPIED, FETCHED = FORMS["pulled"], FORMS["copied"], FORMS["fetched"]
 EXPERT_MAJOR: dict[str, Any] = {"layout": "expert_major", "alignment": 4, "zero_padding": True}
 
 # (name, file, what it says, what the bug says, settings, with out=)
@@ -1161,9 +1177,33 @@ PLANTED = [
     (
         "one part is taken for all",
         "ht_combine_copy.cu",
-        "num_chunks = chunk + 1;",
-        "num_chunks = kNumChunks;",
+        "num_parts = part + 1;",
+        "num_parts = kNumParts;",
         COPIED | {"num_sms": 1},
+        False,
+    ),
+    (
+        "rows are packed over those that peers still fetch",
+        "include/cuep/ht_receive.cuh",
+        "is_ok = wait_flag(op, ready_of<kNumRanks>(p, op, p.rank, tid), Phase::kReuse, tid, buffers[tid]);",
+        "buffers[tid] = static_cast<uint32_t>(p.buffer);",
+        FETCHED,
+        False,
+    ),
+    (
+        "rows are fetched before they are packed",
+        "ht_dispatch_copy.cu",
+        "is_ok &= wait_flag(op, theirs, Phase::kRows, tid, unused);",
+        "unused = theirs != nullptr;",
+        FETCHED,
+        False,
+    ),
+    (
+        "a part is given out when its rows are only read",
+        "include/cuep/row_pipe.cuh",
+        "bulk_wait<0>();\n        if constexpr",
+        "bulk_wait_read<0>();\n        if constexpr",
+        FETCHED,
         False,
     ),
 ]
@@ -1172,13 +1212,15 @@ PLANTED = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "settings",
-    [EXPERT_MAJOR, {"layout": "flat", "num_sms": 2}, PULLED, COPIED],
-    ids=["expert_major", "flat", "pulled", "copied"],
+    [EXPERT_MAJOR, {"layout": "flat", "num_sms": 2}, PULLED, COPIED, FETCHED],
+    ids=["expert_major", "flat", "pulled", "copied", "fetched"],
 )
 @pytest.mark.parametrize("with_out", [False, True, None])
 def test_the_loop_that_finds_bugs_finds_none_in_cuep(
     world: Any, shuffled: Any, monkeypatch: Any, settings: Any, with_out: bool | None
 ) -> None:
+    if settings == FETCHED and with_out is not False:
+        pytest.skip("takes no out")
     monkeypatch.setattr("test_ht_forms.SEEDS_TO_FIND", 50)
     assert first_failing_seed(world, shuffled, settings, with_out) is None
 

@@ -13,7 +13,9 @@ from test_forward import Forwarded, to_rows
 from test_quant import Quantised, random_rows
 
 import cuep
+from cuep import layout
 
+FETCHED = {"dispatch": "copy"}
 FORMS: dict[str, dict[str, Any]] = {
     "flat": {},
     "flat, ue8m0, float32, three scales": {
@@ -22,12 +24,14 @@ FORMS: dict[str, dict[str, Any]] = {
         "combine_dtype": "bfloat16",
         "hidden": 384,
     },
+    "flat, fetched": {"variants": FETCHED},
     "expert_major": {"layout": "expert_major", "alignment": 4, "zero_padding": True},
     "expert_major, float16, five scales": {"layout": "expert_major", "dtype": "float16", "hidden": 640, "num_topk": 3},
 }
 FORWARD: dict[str, dict[str, Any]] = {
     "flat": {},
     "flat, bf16, five scales": {"dtype": "float8_e5m2", "scale_format": "bf16", "scales_per_row": 5, "hidden": 272},
+    "flat, fetched, five scales": {"scale_format": "bf16", "scales_per_row": 5, "variants": FETCHED},
     "expert_major, ue8m0": {"layout": "expert_major", "scale_format": "ue8m0"},
     "expert_major, float4": {
         "layout": "expert_major",
@@ -49,7 +53,10 @@ def experts(world: Any, cfg: cuep.GroupConfig, recv: cuep.Received, rows: np.nda
         return to_device(world, (rows * factor).astype(dtype))
 
 
-def out_like(world: Any, recv: cuep.Received) -> Any:
+def out_like(world: Any, cfg: cuep.GroupConfig, recv: cuep.Received) -> Any:
+    """None where dispatch takes none."""
+    if not layout.takes_out(cfg):
+        return None
     return world.backend.zeros(recv.tokens.shape, recv.tokens.dtype)
 
 
@@ -74,7 +81,7 @@ def test_quantised_while_sent(world: Any, form: str) -> None:
             for again in range(2):
                 step.x = random_rows(cfg, world.rank, 50 * again + seed, num_tokens)
                 case = Quantised(world, cfg, step)
-                out = None if recv is None else out_like(world, recv)
+                out = None if recv is None else out_like(world, cfg, recv)
                 recv = handle.dispatch(to_device(world, step.x), out=out)
                 assert (recv.tokens is out) == (out is not None)
                 rows = case.check(world, recv)
@@ -97,7 +104,7 @@ def test_the_callers_rows(world: Any, form: str) -> None:
             scales = None if case.scales is None else to_device(world, case.scales)
             recv = None
             for _ in range(2):
-                out = None if recv is None else out_like(world, recv)
+                out = None if recv is None else out_like(world, cfg, recv)
                 recv = handle.dispatch(to_rows(world, cfg, step.x), scales, out=out)
                 rows = case.values(case.check(world, recv))
                 case.check_y(world, handle.combine(experts(world, cfg, recv, rows)))

@@ -16,8 +16,6 @@
 
 namespace cuep {
 
-enum Transport : int { kPushed, kPulled, kCopied };  // how rows come home (cuep/layout.py: TRANSPORTS)
-
 constexpr uint32_t kUnweighted = 1u << 29;  // in a word of totals: this rank applies no weights
 constexpr uint32_t kHasGrads = 1u << 30;    // in a word of totals: gradients of weights come with the rows
 

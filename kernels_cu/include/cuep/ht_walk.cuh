@@ -7,6 +7,8 @@
 
 namespace cuep {
 
+enum Transport : int { kPushed, kPulled, kCopied };  // how rows come to another rank: TRANSPORTS of cuep/layout.py
+
 // One warp's share. base[r] and base[r + 1]: first and last + 1 of the rows of peer r, which are its slots 0, 1, ...
 // kNumPeers: kRanks, or kRanks - 1 to leave out this rank.
 template <int kRanks, int kNumPeers>
