@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _ROUTE_BLOCKS = 8  # one places rows, one counts experts, the others copy
 _SMEM_BYTES = 200 * 1024  # of a block, for rows in flight, where the GPU has that much
 _STATIC_SMEM_BYTES = 2048  # left for everything else
-_TURNS_BLOCKS = 64  # up to so many, flat dispatch gives rows by turns; with more, links are the limit
+_SOME_BLOCKS = 64  # up to so many, blocks are the limit: flat dispatch gives rows by turns; with more, it is links
 _PIECE_BYTES = 3584  # of a row that a combine kernel moves in pieces
 _FEW_BLOCKS = 24  # up to so many are too few to fill the links unless flat combine keeps more rows on their way
 _RECV_FIELDS = ("topk_idx", "topk_weights", "source")  # of a receive buffer (flat), beside rows
@@ -93,12 +93,15 @@ class HighThroughput:
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
         out = row_pipeline(room, "kNumWarps", 6, 2, smem_bytes)
         if self._is_flat:
-            sent["kTakesTurns"] = most_blocks(group) <= _TURNS_BLOCKS
+            sent["kTakesTurns"] = most_blocks(group) <= _SOME_BLOCKS
         in_pieces = not self._is_flat or most_blocks(group) <= _FEW_BLOCKS
         piece, num_ahead = (_PIECE_BYTES, 8) if in_pieces else (cfg.combine_row_bytes, 2)
-        home = row_pipeline(min(cfg.combine_row_bytes, piece), "kNumPushWarps", 7, num_ahead, smem_bytes)
+        num_warps, sums = 7, {}
+        if not self._is_flat and most_blocks(group) <= _SOME_BLOCKS:
+            num_warps, num_ahead, sums = 11, 5, {"kNumSumWarps": 4}
+        home = row_pipeline(min(cfg.combine_row_bytes, piece), "kNumPushWarps", num_warps, num_ahead, smem_bytes)
         if home:  # else the kernels' own defaults
-            home |= {"kNumTellWarps": int(in_pieces), "kMostPieceBytes": piece}
+            home |= {"kNumTellWarps": int(in_pieces), "kMostPieceBytes": piece} | sums
         self._route, self._dispatch, self._combine = load_kernels(
             group,
             [

@@ -119,7 +119,9 @@ struct PieceWalk {
     }
 };
 
-// Adds weight * piece of a row to the sums of this lane.
+// Adds weight * piece of a row to the sums of this lane. kIsWhole: each lane has all kVecsPerLane, and need not ask, so
+// that its loads run beside one another.
+template <bool kIsWhole>
 CUEP_DEVICE void add_piece(const uint8_t* staged,
                            int num_vecs,
                            float weight,
@@ -127,7 +129,7 @@ CUEP_DEVICE void add_piece(const uint8_t* staged,
 #pragma unroll
     for (int j = 0; j < kVecsPerLane; j++) {
         const int vec = lane_idx() + 32 * j;
-        if (vec >= num_vecs) continue;
+        if (!kIsWhole && vec >= num_vecs) continue;
         float term[kPerVec<elem_t>];
         unpack<elem_t>(reinterpret_cast<const uint4*>(staged)[vec], term);
 #pragma unroll
@@ -160,7 +162,11 @@ CUEP_DEVICE void push_sums(
             for (uint32_t rest = filled; rest != 0; rest &= rest - 1) {
                 const float w = __shfl_sync(0xffffffffu, weight, __ffs(static_cast<int>(rest)) - 1);
                 pipe.wait(stage);
-                add_piece(pipe.stage_at(stage), num_vecs, w, sum);
+                if (num_vecs == 32 * kVecsPerLane) {
+                    add_piece<true>(pipe.stage_at(stage), num_vecs, w, sum);
+                } else {
+                    add_piece<false>(pipe.stage_at(stage), num_vecs, w, sum);
+                }
                 fence_proxy_async_shared();  // what lanes have read is refilled
                 load_next(stage);
                 stage = Pipe::after(stage);

@@ -1105,8 +1105,8 @@ PLANTED = [
     (
         "partial adds up pieces that are still on their way into shared memory",
         "ht_combine_partial.cu",
-        "pipe.wait(stage);\n                add_piece",
-        "add_piece",
+        "pipe.wait(stage);\n                if (num_vecs",
+        "if (num_vecs",
         EXPERT_MAJOR,
         False,
     ),
@@ -1237,6 +1237,19 @@ def test_rows_so_long_that_one_warp_sends_and_receives(
     monkeypatch.setattr("test_ht_forms.SEEDS_TO_FIND", 10)
     with planted_bug(world, monkeypatch, file, "CUEP_TUNABLE(kNumWarps, 6, 2)", "CUEP_TUNABLE(kNumWarps, 6, 1)"):
         assert first_failing_seed(world, shuffled, settings, with_out) is None
+
+
+@pytest.mark.ranks(2)
+def test_pieces_that_all_lanes_share(world: Any, monkeypatch: Any) -> None:
+    """Of 512 bytes, as GPUs have them, and a last one of fewer: rows of 1,056 bytes."""
+    if world.backend.name != "cpu":
+        pytest.skip("GPUs have them anyway")
+    tunable = "CUEP_TUNABLE(kMostPieceBytes, 3584, {})"
+    with (
+        planted_bug(world, monkeypatch, "ht_combine_partial.cu", tunable.format(64), tunable.format(512)),
+        cuep.Group(world, config("ht", **FORMS["odd"])) as group,
+    ):
+        run_form(world, group, random_step(world, group.cfg, 3, 9), with_all=True)
 
 
 @pytest.mark.ranks(2)

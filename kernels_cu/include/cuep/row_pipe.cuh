@@ -6,12 +6,15 @@
 
 namespace cuep {
 
-// A row in pieces of at most kMostBytes, of which each is a multiple of 16 bytes and all but the last are alike.
+// A row in pieces of at most kMostBytes, of which each is a multiple of 16 bytes and all but the last are alike; of a
+// multiple of 512, the same number of 16 bytes for each lane, where that can be.
 template <int kRowBytes, int kMostBytes>
 struct Pieces {
     static_assert(kMostBytes % 16 == 0, "else a piece could begin beyond the row");
-    static constexpr int kCount = (kRowBytes + kMostBytes - 1) / kMostBytes;
-    static constexpr int kBytes = (kRowBytes + kCount * 16 - 1) / (kCount * 16) * 16;
+    static constexpr int kFewest = (kRowBytes + kMostBytes - 1) / kMostBytes;
+    static constexpr int kUnit = kFewest > 1 && kMostBytes % 512 == 0 ? 512 : 16;
+    static constexpr int kBytes = (kRowBytes + kFewest * kUnit - 1) / (kFewest * kUnit) * kUnit;
+    static constexpr int kCount = (kRowBytes + kBytes - 1) / kBytes;
 
     static CUEP_DEVICE uint32_t bytes(int piece) {
         return static_cast<uint32_t>(min(kBytes, kRowBytes - piece * kBytes));
