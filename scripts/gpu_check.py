@@ -26,6 +26,7 @@ from cuep.tables import print_table
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "timeout_method=thread"]
 FULL_SECONDS, QUICK_SECONDS = 470, 170  # under 8 and 3 minutes, with room to end the last stage
+COPIES = "dispatch=copy+combine=copy"  # the variants whose rows copy engines move
 # as scripts/forms.py names them; all of a mode in one process
 BENCHED = {
     "ll": (
@@ -35,7 +36,8 @@ BENCHED = {
         *("ll:tokens=128:layout=rank_major:in_place=1", "ll:tokens=128:combine_quant=fp8_block128", "ll:tokens=512"),
     ),
     "ht": (
-        *("ht:tokens=4096:floor=1", "ht:tokens=4096:layout=expert_major:alignment=128"),
+        f"ht:tokens=4096:floor=1:variants=default/{COPIES}",
+        "ht:tokens=4096:layout=expert_major:alignment=128",
         "ht:tokens=4096:quant=fp8_block128",
         *(f"ht:tokens=4096:variants=combine=pull:combine_buffer=1{few}" for few in (":num_sms=8", "")),
     ),
@@ -52,7 +54,7 @@ SANITIZED = {
         "ht:num_sms=8",
         "ht:layout=expert_major:alignment=4:zero_padding=1",
         "ht:with_out=1",
-        *("ht:variants=combine=pull", "ht:variants=combine=pull:combine_buffer=1:num_sms=8"),
+        *(f"ht:variants={COPIES}", "ht:variants=combine=pull:combine_buffer=1:num_sms=8"),
         "ht:quant=fp8_block128",
     ),
 }
