@@ -124,9 +124,10 @@ class GroupConfig:
             buffers of symmetric memory, of combine_dtype and as many rows as Received.tokens. {"dispatch": "copy"},
             {"combine": "copy"}: copy engines move the rows, so that no multiprocessor is busy with the links;
             multiprocessors pack and add up. The first such operation of a routing waits until the routing is done on
-            the device, since the host must know how many rows go where. A graph with one serves the routing that it was
-            captured with; for another one it is refused (OrderError at check()). dispatch then takes no out=, and needs
-            symmetric memory for N - 1 rows a token.
+            the device, since the host must know how many rows go where: so all ranks must call groups that have these
+            in the same order. A graph with one serves the routing that it was captured with; for another one it is
+            refused (OrderError at check()). dispatch then takes no out=, needs symmetric memory for N - 1 rows a token,
+            and where it is refused leaves anything in Received.tokens of the handle's dispatch before it.
     """
 
     mode: str

@@ -36,17 +36,23 @@ class RowCounts:
         self._memory: npt.NDArray[np.int32] = backend.pinned(4 * (num_ranks + 1)).view(np.int32)
         self._event: Event | None = None  # of the copy that is to be waited for
         self._known: Counts | None = None
-        self._is_fixed = False  # until the next call that routes; else any replay of a graph may have changed them
+        self._is_captured = False  # a graph routes the handle anew at each of its replays
         weakref.finalize(self, backend.unpinned, self._memory.view(np.uint8))
 
     def ask(self, stream: Stream) -> None:
         """Behind a routing. Does not wait."""
-        self._is_fixed = not stream.is_capturing()
-        if self._is_fixed:
+        if stream.is_capturing():
+            self._is_captured = True
+        else:
             self._copy(stream)
 
+    def know(self, bases: npt.NDArray[np.int32]) -> None:
+        """What the device has, when it is idle."""
+        self._event = None
+        self._known = _counts(bases.tolist(), self._most_rows)
+
     def get(self, stream: Stream) -> Counts:
-        """Waits for the routing, or, where that was captured in a graph, for all that `stream` has been given.
+        """Waits for the newest routing, or, where graphs route the handle, for all that `stream` has been given.
 
         Raises:
             OrderError: inside a capture, before they were known.
@@ -58,16 +64,12 @@ class RowCounts:
                     " stream capture; call num_recv_tokens(), or dispatch or combine once, before"
                 )
             return self._known
-        if not self._is_fixed:
+        if self._is_captured:
             self._copy(stream)
-        return self.learn() or ()
-
-    def learn(self) -> Counts | None:
-        """Waits for what was asked."""
         if self._event is not None:
             self._event.synchronize()
-            self._event = None
-            self._known = _counts(self._memory.tolist(), self._most_rows)
+            self.know(self._memory)
+        assert self._known is not None
         return self._known
 
     def _copy(self, stream: Stream) -> None:
@@ -86,12 +88,8 @@ class RowCopies:
     """A group's copies, from or to each peer on a stream of its own."""
 
     def __init__(self, group: Group) -> None:
-        backend = group.world.backend
         self._group = group
-        self._streams = [
-            backend.stream(backend.new_stream(is_urgent=True)) if rank != group.rank else None
-            for rank in range(group.num_ranks)
-        ]
+        self._streams = {0: self._new_streams()}  # of each capture; 0: of none
 
     def fetch(self, stream: Stream, part: int, counts: Counts, recv_rows: Rows) -> list[Event]:
         """Of dispatch: a part of what peers have packed to where it is received, behind what `stream` has been given so
@@ -120,15 +118,29 @@ class RowCopies:
         )
 
     def _beside(self, stream: Stream, has_rows: list[bool], copy: Callable[[int, Stream], None]) -> list[Event]:
-        group, begin, ends = self._group, stream.record(), []
+        group, streams, begin, ends = self._group, self._side_streams(stream), stream.record(), []
         for step in range(1, group.num_ranks):
             rank = (group.rank + step) % group.num_ranks
-            side = stream if stream.is_synchronous else self._streams[rank]
-            if side is not None and has_rows[rank]:
+            side = streams[rank]
+            if has_rows[rank]:
                 side.wait(begin)
                 copy(rank, side)
                 ends.append(side.record())
         return ends
+
+    def _side_streams(self, stream: Stream) -> list[Stream]:
+        """Of each rank. A stream that was forked into a capture belongs to it until it ends: others have others."""
+        if stream.is_synchronous:
+            return [stream] * self._group.num_ranks
+        capture = stream.capture_id() if stream.is_capturing() else 0
+        if capture not in self._streams:
+            over = [old for old, them in self._streams.items() if old and not any(it.is_capturing() for it in them)]
+            self._streams[capture] = self._streams.pop(over[0]) if over else self._new_streams()
+        return self._streams[capture]
+
+    def _new_streams(self) -> list[Stream]:
+        backend = self._group.world.backend
+        return [backend.stream(backend.new_stream(is_urgent=True)) for _ in range(self._group.num_ranks)]
 
     def _send_to(self, dst: int, side: Stream, call: CombineCall, first: int, count: int) -> None:
         """Each part of the rows, and its flag behind it."""

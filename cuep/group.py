@@ -447,9 +447,9 @@ class Group:
         return ticket
 
     def _release_finished(self, *, is_idle: bool = False) -> None:
-        """Let go of what launches that are over have read. is_idle: all that was enqueued is over; ll kernels say so of
-        themselves only when the next one starts."""
-        done = self.report.ticket + (is_idle and self.cfg.mode == "ll")
+        """Let go of what launches that are over have read. is_idle: all that was enqueued is over; ll kernels, and
+        copies, say so of themselves only when the next kernel does."""
+        done = self.report.ticket + is_idle
         while self._in_flight and (done - self._in_flight[0][0]) & 0xFFFFFFFF < 2**31:
             self._in_flight.popleft()
 

@@ -18,7 +18,7 @@ from cuep.events import Event
 from cuep.handle_arguments import TOPK_DTYPES, check_contiguous, check_dispatch, combine_call, token_count
 from cuep.launching import CombineCall, address
 from cuep.received import Received
-from cuep.status import ROUTE, Refusal
+from cuep.status import COMBINE, ROUTE, Refusal
 
 if TYPE_CHECKING:
     from cuep.group import Group
@@ -36,8 +36,9 @@ class Stage(enum.Enum):
 
 
 class Handle:
-    """Made by Group.create_handle. Operations are enqueued and nothing blocks but num_recv_tokens and host_counts.
-    Keep it until what it has pending is completed: nobody else can do that.
+    """Made by Group.create_handle. Operations are enqueued and nothing blocks but num_recv_tokens and host_counts (and,
+    with variants that copy, the first operation of a routing: GroupConfig.variants). Keep it until what it has pending
+    is completed: nobody else can do that.
 
     (NumPy has no streams: with NumPy arrays and stream=None a call returns when it is done.)
 
@@ -94,7 +95,7 @@ class Handle:
             self._plain_calls.clear()
             group.check_turn(call)  # a refused routing counts as the dispatch that follows (ll)
             self.routing = group.take_routing()
-            self._stage = Stage.UNROUTED
+            self._stage, self._newest = Stage.UNROUTED, 0
             try:
                 chosen = group.choose_stream(stream, topk_idx, previous_event)
                 self._take_routing(topk_idx, topk_weights, num_tokens)
@@ -106,7 +107,7 @@ class Handle:
             except Exception:  # also what an array's own library raises
                 group.refuse_route(chosen)  # the peers wait for this rank's part
                 raise
-            group.mode.route(self, chosen)
+            self._newest = group.mode.route(self, chosen)
             self._stage = Stage.ROUTED
             self._leave(chosen)
 
@@ -410,11 +411,11 @@ class Handle:
 
     def was_refused(self, refusal: Refusal) -> None:
         """The group learnt that an operation on this handle did nothing."""
-        if refusal.operation == ROUTE:
-            self._stage = Stage.UNROUTED
-        elif refusal.ticket == self._newest:  # what came after it was an operation again
-            self._stage = Stage.ROUTED
-            self.group.mode.undo_dispatch(self, refusal.ticket)
+        if refusal.ticket != self._newest:  # what came after it was an operation again, or says the same
+            return
+        self._stage = Stage.UNROUTED if refusal.operation == ROUTE else Stage.ROUTED
+        if refusal.operation != COMBINE:
+            self.group.mode.undo_dispatch(self)
 
     def forget_routing(self, stream: Any) -> None:
         """The group starts anew: what was under way is not any more. Enqueues on `stream`, outside captures."""

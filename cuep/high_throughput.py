@@ -53,11 +53,12 @@ class HandleState:
     recv_rows: Rows = (0, 0, 0, 0)  # that dispatch writes
     lease: Lease | None = None
     first_use: int | None = None  # ticket of the first dispatch that was launched with the lease
+    last_use: int | None = None  # ticket of the newest dispatch of its routing
     is_captured: bool = False  # each replay of a graph receives into that buffer
     is_out: bool = False  # rows of the newest dispatch are in the caller's own array
     hold: Hold = field(default_factory=Hold)  # on combine buffers
     row_counts: RowCounts | None = None  # where the host copies rows
-    counts: Counts = ()  # of the call that is being made
+    counts: Counts = (0,)  # of the call that is being made
 
 
 class HighThroughput:
@@ -86,9 +87,7 @@ class HighThroughput:
         sent = routing | sent_row(cfg)
         returned = routing | {"kRowBytes": cfg.combine_row_bytes, "elem_t": elem_type(str(cfg.combine_dtype))}
         for op, constants in (("dispatch", sent), ("combine", returned)):
-            constants["kTransport"] = layout.TRANSPORTS.index(transports[op])
-            if op in self._copied:
-                constants["kNumParts"] = layout.COPY_PARTS
+            constants |= {"kTransport": layout.TRANSPORTS.index(transports[op]), "kNumParts": layout.COPY_PARTS}
         smem_bytes = group.world.backend.max_smem_bytes
         room = max(cfg.row_bytes, cfg.sent_row_bytes) + cfg.num_scales * cfg.quantised_scale_bytes
         out = row_pipeline(room, "kNumWarps", 6, 2, smem_bytes)
@@ -119,7 +118,7 @@ class HighThroughput:
 
     def attach(self, handle: Handle) -> HandleState:
         state, group = self._records(handle), self._group
-        if self._copies is not None:
+        if self._copies is not None and group.num_ranks > 1:
             most_rows = (group.cfg.max_tokens_per_rank, self._max_rows)
             state.row_counts = RowCounts(group.world.backend, handle.addresses["recv_base"], group.num_ranks, most_rows)
         return state
@@ -132,19 +131,21 @@ class HighThroughput:
             self.combine_buffers.give_back(state.hold)
         handle.state = None
 
-    def route(self, handle: Handle, stream: Stream) -> None:
+    def route(self, handle: Handle, stream: Stream) -> int:
         record, idx, weights = handle.state.route, handle.topk_idx, handle.topk_weights
         assert idx is not None
         record["topk_idx"] = idx.address
         record["is_int64"] = idx.dtype == "int64"
         record["topk_weights"] = 0 if weights is None else weights.address
         set_count(record, handle, handle.count)
-        self._route.launch(record, stream, handle.arrays, idx, weights, handle.count)
+        ticket = self._route.launch(record, stream, handle.arrays, idx, weights, handle.count)
         handle.topk_idx = handle.topk_weights = handle.count = None
+        handle.state.last_use = None
         counts = handle.state.row_counts
         if counts is not None:
             counts.ask(stream)
             self._group.take_ticket(counts)  # it lives until the launch that comes next is over
+        return ticket
 
     def refuse_route(self, stream: Stream) -> None:
         self._route.refuse(self._refusal.route, stream)
@@ -191,7 +192,7 @@ class HighThroughput:
             ticket = self._dispatch_by_copies(handle, stream, x, scales)
         else:
             ticket = self._dispatch.launch(record, stream, handle.arrays, x, scales, out)
-        state.first_use = ticket if state.first_use is None else state.first_use
+        state.first_use, state.last_use = ticket if state.first_use is None else state.first_use, ticket
         state.is_captured = state.is_captured or stream.is_capturing()
         if out is not None and not state.is_captured:
             self._drop_lease(handle)
@@ -219,20 +220,22 @@ class HighThroughput:
         if handle.state.first_use is None:  # it may have been taken for this very call
             self._drop_lease(handle)
 
-    def undo_dispatch(self, handle: Handle, ticket: int) -> None:
-        """The dispatch of this ticket did nothing: a buffer that was taken for it holds no rows."""
-        if handle.state.first_use == ticket and not handle.state.is_captured:
+    def undo_dispatch(self, handle: Handle) -> None:
+        """The newest dispatch of its routing, if any, did nothing: a buffer that was taken for it is empty."""
+        state = handle.state
+        if state.last_use is not None and state.first_use == state.last_use and not state.is_captured:
             self._drop_lease(handle)
 
     def learn_counts(self, handle: Handle) -> None:
         """When the device is idle: the host may need to know of the routing in a capture."""
         if handle.state.row_counts is not None:
-            handle.state.row_counts.learn()
+            handle.state.row_counts.know(self._group.world.backend.to_numpy(handle.arrays["recv_base"]))
 
     def _learn_counts(self, handle: Handle, op: str) -> None:
         """Waits for the routing, if the host copies rows in this operation."""
-        if op in self._copied and self._group.call_stream is not None:
-            handle.state.counts = handle.state.row_counts.get(self._group.call_stream)
+        counts, stream = handle.state.row_counts, self._group.call_stream
+        if op in self._copied and counts is not None and stream is not None:
+            handle.state.counts = counts.get(stream)
             self._group.begin()  # the wait may have ended in a timeout
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:

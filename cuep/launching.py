@@ -86,7 +86,7 @@ def check_takes(record: FastRecord, op: str, **options: bool) -> None:
     """ArgumentError if the kernel of `op` has no Params field for an option that is used."""
     for name, is_used in options.items():
         if is_used and name not in record.names:
-            raise ArgumentError(f"{op}: this variant of the kernel does not take {name}")
+            raise ArgumentError(f"{op}: the variant of the kernel that this group has (variants=) does not take {name}")
 
 
 def _pair(values: list[int]) -> tuple[int, int]:

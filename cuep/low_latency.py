@@ -99,8 +99,9 @@ class LowLatency:
     def detach(self, handle: Handle) -> None:
         handle.state = None
 
-    def route(self, handle: Handle, stream: Stream) -> None:
-        """Nothing runs: dispatch reads the routing, in stream order."""
+    def route(self, handle: Handle, stream: Stream) -> int:
+        """Nothing runs, so there is no ticket: dispatch reads the routing, in stream order."""
+        return 0
 
     def refuse_route(self, stream: Stream) -> None:
         """The peers' next operation on this routing is dispatch: that is what this rank refuses."""
@@ -147,8 +148,8 @@ class LowLatency:
             kernel, record = self._combine, handle.state.combine
         return lambda stream, arrays: kernel.launch(record, stream, handle.arrays, *arrays)
 
-    def undo_dispatch(self, handle: Handle, ticket: int) -> None:
-        """The dispatch of this ticket did nothing. There is nothing to give back."""
+    def undo_dispatch(self, handle: Handle) -> None:
+        """The handle's newest dispatch did nothing. There is nothing to give back."""
 
     def refuse_dispatch(self, handle: Handle, stream: Stream) -> None:
         self._dispatch.refuse(handle.state.dispatch, stream, handle.arrays)

@@ -14,7 +14,7 @@ from cuep.layout import REPORT_BYTES
 
 OPERATIONS = ("create_handle/update", "dispatch", "combine", "update_mask")  # enum Op
 COUNTED = OPERATIONS[:3]  # those that take epochs
-ROUTE = OPERATIONS[0]
+ROUTE, COMBINE = OPERATIONS[0], OPERATIONS[2]
 _EXCLUDED, _LEFT = 3, 5  # Phase::kExcluded, kLeft
 _PHASES = (  # enum Phase
     "reuse of a buffer that the peer reads",

@@ -78,7 +78,7 @@ CUEP_DEVICE bool is_peer(const Params& p) {
 // call.
 CUEP_DEVICE bool is_stale(const Params& p) {
     const int r = threadIdx.x;
-    return block_any(r < kNumRanks && p.recv_base[r + 1] - p.recv_base[r] != p.num_copied[r]);
+    return block_any(kNumRanks > 1 && r < kNumRanks && p.recv_base[r + 1] - p.recv_base[r] != p.num_copied[r]);
 }
 
 // What this rank's call comes to by itself. All threads call.

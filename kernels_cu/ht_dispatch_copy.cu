@@ -175,7 +175,8 @@ CUEP_DEVICE void pack_rows(const Params& p, const uint32_t* buffers, int number,
 // Who receives where, and the rank that refused, or -1. All threads of every block call; false: gave up.
 CUEP_DEVICE bool hear(const Params& p, const Operation& op, uint32_t* buffers, int& refused_by) {
     const int r = threadIdx.x;
-    const bool is_stale = block_any(r < kNumRanks && p.recv_base[r + 1] - p.recv_base[r] != p.num_copied[r]);
+    const bool is_stale =
+        block_any(kNumRanks > 1 && r < kNumRanks && p.recv_base[r + 1] - p.recv_base[r] != p.num_copied[r]);
     const bool is_refused = p.is_refused || is_stale;
     if (!exchange_buffers<kNumRanks>(p, op, is_refused, 0, buffers)) return false;
     fence_proxy_async();  // what was fetched from this memory comes before the bulk copies that write it

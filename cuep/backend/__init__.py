@@ -51,6 +51,7 @@ class Stream(Protocol):
     def wait(self, event: Event) -> None: ...
     def copy_rows(self, to: int, source: Rows) -> None: ...  # one after another; addresses that this device reaches
     def is_capturing(self) -> bool: ...
+    def capture_id(self) -> int: ...  # which capture that is
 
 
 class Symmetric(Protocol):

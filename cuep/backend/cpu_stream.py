@@ -66,6 +66,9 @@ class SynchronousStream:
     def is_capturing(self) -> bool:
         return False
 
+    def capture_id(self) -> int:
+        return 0
+
 
 class _Worker:
     """The thread of a stream; it holds no reference to the stream, so that dropping the stream ends it."""
@@ -133,3 +136,6 @@ class CpuStream:
 
     def is_capturing(self) -> bool:
         return False
+
+    def capture_id(self) -> int:
+        return 0

@@ -119,6 +119,11 @@ class CudaStream:
             status = check(driver.cuStreamIsCapturing(self.handle), "asking whether a stream is captured")
         return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
+    def capture_id(self) -> int:
+        with self._context.current():
+            found = check(self._context.driver.cuStreamGetCaptureInfo(self.handle), "asking which capture it is")
+        return int(found[1])  # behind the status
+
     def _check_device(self) -> None:
         driver = self._context.driver
         with self._context.current():
