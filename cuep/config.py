@@ -126,8 +126,8 @@ class GroupConfig:
             multiprocessors pack and add up. The first such operation of a routing waits until the routing is done on
             the device, since the host must know how many rows go where: so all ranks must call groups that have these
             in the same order. A graph with one serves the routing that it was captured with; for another one it is
-            refused (OrderError at check()). dispatch then takes no out=, needs symmetric memory for N - 1 rows a token,
-            and where it is refused leaves anything in Received.tokens of the handle's dispatch before it.
+            refused (OrderError at check()). dispatch then needs symmetric memory for N - 1 rows a token, and where it
+            is refused leaves anything in `out`, or in Received.tokens of the handle's dispatch before it.
     """
 
     mode: str

@@ -4,7 +4,7 @@ how it comes to know how many rows go where."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,9 @@ class RowCounts:
         return self._known
 
     def _copy(self, stream: Stream) -> None:
-        stream.copy_rows(self._memory.ctypes.data, (self._source, 1, self._memory.nbytes, self._memory.nbytes))
+        stream.copy_rows(
+            *(_bytes(address, self._memory.nbytes) for address in (self._memory.ctypes.data, self._source))
+        )
         self._event = stream.record()
 
 
@@ -91,20 +93,21 @@ class RowCopies:
         self._group = group
         self._streams = {0: self._new_streams()}  # of each capture; 0: of none
 
-    def fetch(self, stream: Stream, part: int, counts: Counts, recv_rows: Rows) -> list[Event]:
+    def fetch(self, stream: Stream, part: int, counts: Counts, parts_of_row: Sequence[tuple[Rows, int]]) -> list[Event]:
         """Of dispatch: a part of what peers have packed to where it is received, behind what `stream` has been given so
-        far. Returns what to wait for in the end."""
-        group, cfg = self._group, self._group.cfg
+        far. parts_of_row: where rows, or values and scales of them, are received, and where in a row they begin.
+        Returns what to wait for in the end."""
+        group, cfg, row_bytes = self._group, self._group.cfg, self._group.cfg.sent_row_bytes
         per_part = -(-cfg.max_tokens_per_rank // layout.COPY_PARTS)  # struct Part of ht_dispatch_copy.cu
-        begin = part * per_part
-        (to, _, _, row_bytes), firsts = recv_rows, _firsts(counts)
+        begin, firsts = part * per_part, _firsts(counts)
 
         def copy(src: int, side: Stream) -> None:
-            slot = (group.rank - src - 1) % group.num_ranks * cfg.max_tokens_per_rank  # packed_row there
-            rows = (self._at(src, "dispatch_packed") + slot * row_bytes, 0, row_bytes, row_bytes)
-            side.copy_rows(
-                to + (firsts[src] + begin) * row_bytes, _part(rows, begin, min(per_part, counts[src] - begin))
-            )
+            slot = (group.rank - src - 1) % group.num_ranks * cfg.max_tokens_per_rank + begin  # packed_row there
+            num_rows = min(per_part, counts[src] - begin)
+            packed = self._at(src, "dispatch_packed") + slot * row_bytes
+            for rows, offset in parts_of_row:
+                source = (packed + offset, num_rows, row_bytes, rows[-1])
+                side.copy_rows(_part(rows, firsts[src] + begin, num_rows), source)
 
         return self._beside(stream, [count > begin for count in counts], copy)
 
@@ -147,17 +150,18 @@ class RowCopies:
         group, cfg = self._group, self._group.cfg
         slot = (group.rank - dst - 1) % group.num_ranks * cfg.max_tokens_per_rank  # Home::staged_index
         if call.row_weight_grads is not None:
-            grads_bytes = 4 * cfg.num_topk
-            from_ = _part((call.row_weight_grads.address, 0, grads_bytes, grads_bytes), first, count)
-            side.copy_rows(self._at(dst, "combine_grads") + slot * grads_bytes, from_)
-        row_bytes = cfg.combine_row_bytes
-        to, rows = self._at(dst, "combine_rows") + slot * row_bytes, rows_of(call.expert_out)
+            row_bytes = 4 * cfg.num_topk
+            grads = _part((call.row_weight_grads.address, 0, row_bytes, row_bytes), first, count)
+            side.copy_rows(_part((self._at(dst, "combine_grads"), 0, row_bytes, row_bytes), slot, count), grads)
+        rows = rows_of(call.expert_out)
+        staging = (self._at(dst, "combine_rows"), 0, rows[-1], rows[-1])
         flags = self._at(dst, "combine_flags") + group.rank * layout.COPY_PARTS * layout.WORD_BYTES
-        stamp = self._at(group.rank, "combine_stamp")
+        stamp = _bytes(self._at(group.rank, "combine_stamp"), layout.WORD_BYTES)
         per_part = -(-count // layout.COPY_PARTS)  # struct Arrived of ht_combine_copy.cu
         for part, begin in enumerate(range(0, count, per_part)):
-            side.copy_rows(to + begin * row_bytes, _part(rows, first + begin, min(per_part, count - begin)))
-            side.copy_rows(flags + part * layout.WORD_BYTES, (stamp, 1, layout.WORD_BYTES, layout.WORD_BYTES))
+            num_rows = min(per_part, count - begin)
+            side.copy_rows(_part(staging, slot + begin, num_rows), _part(rows, first + begin, num_rows))
+            side.copy_rows(_bytes(flags + part * layout.WORD_BYTES, layout.WORD_BYTES), stamp)
 
     def _at(self, rank: int, region: str) -> int:
         return self._group.memory.peers[self._group.members[rank]] + self._group.arena.offsets[region]
@@ -170,3 +174,7 @@ def _firsts(counts: Counts) -> list[int]:
 def _part(rows: Rows, first: int, count: int) -> Rows:
     address, _, stride, row_bytes = rows
     return address + first * stride, count, stride, row_bytes
+
+
+def _bytes(address: int, num_bytes: int) -> Rows:
+    return address, 1, num_bytes, num_bytes

@@ -17,7 +17,6 @@ from cuep.launching import (
     CombineCall,
     KernelSpec,
     changed,
-    check_takes,
     elem_type,
     given_address,
     load_kernels,
@@ -158,7 +157,6 @@ class HighThroughput:
             ArgumentError, ArgumentTypeError: `out` does not fit, or other handles hold all buffers.
         """
         group, state = self._group, handle.state
-        check_takes(state.dispatch, "dispatch", out=out is not None)
         self._learn_counts(handle, "dispatch")
         if out is not None:
             self._check_rows(out, "out", group.cfg.recv_dtype, group.cfg.columns, group.cfg.recv_row_bytes)
@@ -182,14 +180,13 @@ class HighThroughput:
         record["x"] = x.address
         record["x_stride"] = x.strides[0]
         set_scales(record, scales)
-        if "out" in record.names:
-            record["out"] = given_address(out, handle)
-            record["out_stride"] = 0 if out is None else out.strides[0]
-            record["out_rows"] = 0 if out is None else out.shape[0]
+        record["out"] = given_address(out, handle)
+        record["out_stride"] = 0 if out is None else out.strides[0]
+        record["out_rows"] = 0 if out is None else out.shape[0]
         set_count(record, handle)
         state.is_out = out is not None
         if "dispatch" in self._copied:
-            ticket = self._dispatch_by_copies(handle, stream, x, scales)
+            ticket = self._dispatch_by_copies(handle, stream, x, scales, out)
         else:
             ticket = self._dispatch.launch(record, stream, handle.arrays, x, scales, out)
         state.first_use, state.last_use = ticket if state.first_use is None else state.first_use, ticket
@@ -198,19 +195,35 @@ class HighThroughput:
             self._drop_lease(handle)
         return ticket
 
-    def _dispatch_by_copies(self, handle: Handle, stream: Stream, *objects: Any) -> int:
+    def _dispatch_by_copies(
+        self, handle: Handle, stream: Stream, x: View, scales: View | None, out: View | None
+    ) -> int:
         assert self._copies is not None
-        state, record = handle.state, handle.state.dispatch
-        record["num_copied"] = state.counts
-        ends = []
+        record, counts = handle.state.dispatch, handle.state.counts
+        if out is not None and sum(counts) > out.shape[0]:
+            counts = (0,) * len(counts)  # the kernel refuses it
+        record["num_copied"] = counts
+        to, ends = self._where_received(handle, out), []
         for part in range(layout.COPY_PARTS):
             with changed(record, first_part=part, end_part=part + 1):
                 self._dispatch.launch(record, stream)
-            ends += self._copies.fetch(stream, part, state.counts, state.recv_rows)
+            ends += self._copies.fetch(stream, part, counts, to)
         for end in ends:
             stream.wait(end)
         with changed(record, first_part=layout.COPY_PARTS):
-            return self._dispatch.launch(record, stream, handle.arrays, *objects, grid=1)
+            grid = 1 if out is None else None  # all blocks bring what lies beside rows
+            return self._dispatch.launch(record, stream, handle.arrays, x, scales, out, grid=grid)
+
+    def _where_received(self, handle: Handle, out: View | None) -> list[tuple[Rows, int]]:
+        """Rows, or values and scales of them, and where in a row these begin."""
+        cfg = self._group.cfg
+        if out is None:
+            return [(handle.state.recv_rows, 0)]
+        parts = [((out.address, out.shape[0], out.strides[0], cfg.recv_row_bytes), 0)]
+        if cfg.num_scales:
+            row_bytes = cfg.scale_columns * cfg.scale_bytes
+            parts.append(((handle.addresses["out_scales"], out.shape[0], row_bytes, row_bytes), cfg.recv_row_bytes))
+        return parts
 
     def repeater(self, operation: str, handle: Handle) -> None:
         """There is none: each dispatch may take another receive buffer."""

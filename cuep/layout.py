@@ -198,11 +198,6 @@ def transport(cfg: GroupConfig, op: str) -> str:
     return next((transport for transport in known if name.startswith(transport)), TRANSPORTS[0])
 
 
-def takes_out(cfg: GroupConfig) -> bool:
-    """ht: whether dispatch can put rows into an array of the caller's."""
-    return transport(cfg, "dispatch") != "copy"
-
-
 def is_pulled(cfg: GroupConfig) -> bool:
     """ht: whether combine reads rows where the experts' ranks have them, in combine buffers in symmetric memory."""
     return cfg.mode == "ht" and transport(cfg, "combine") == "pull"
@@ -248,20 +243,19 @@ def handle_arrays(cfg: GroupConfig, num_ranks: int, *, is_in_place: bool = False
 def _ht_handle_arrays(cfg: GroupConfig, num_ranks: int) -> Shapes:
     tokens, topk, rows = cfg.max_tokens_per_rank, cfg.num_topk, max_recv_rows(cfg, num_ranks)
     local_experts = cfg.num_experts // num_ranks
-    beside_out: Shapes = {  # flat: what dispatch(out=) brings beside the caller's rows and their scales
-        "out_topk_idx": ((rows, topk), "int32"),
-        "out_topk_weights": ((rows, topk), "float32"),
-        "out_source": ((rows, 2), "int32"),
-    }
-    has_scales = cfg.num_scales and takes_out(cfg)
-    scales: Shapes = {"out_scales": ((rows, cfg.scale_columns), cfg.scale_dtype)} if has_scales else {}
+    scales: Shapes = {"out_scales": ((rows, cfg.scale_columns), cfg.scale_dtype)} if cfg.num_scales else {}
     shapes = scales | {
         "rows": ((tokens, num_ranks), "int32"),
         "send_base": ((num_ranks,), "int32"),
         "recv_base": ((num_ranks + 1,), "int32"),
     }
-    if cfg.layout == "flat":
-        return shapes | {"src_rank_counts": ((num_ranks,), "int32")} | (beside_out if takes_out(cfg) else {})
+    if cfg.layout == "flat":  # the last three, and scales: what dispatch(out=) brings beside the caller's rows
+        return shapes | {
+            "src_rank_counts": ((num_ranks,), "int32"),
+            "out_topk_idx": ((rows, topk), "int32"),
+            "out_topk_weights": ((rows, topk), "float32"),
+            "out_source": ((rows, 2), "int32"),
+        }
     messages = num_ranks * tokens
     return shapes | {
         "slots": ((tokens, topk), "int32"),

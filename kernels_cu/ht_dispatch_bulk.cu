@@ -116,12 +116,7 @@ struct Sender {
             const int64_t row = __shfl_sync(0xffffffffu, rows, dst);
             if (row < 0) continue;
             if (is_out(dst)) {
-                store_routing(p,
-                              t,
-                              dst,
-                              p.out_topk_idx + row * kNumTopk,
-                              p.out_topk_weights + row * kNumTopk,
-                              p.out_source + row * 2);
+                store_routing_out(p, t, row);
             } else {
                 store_routing(p, t, dst, buffer_of(buffers[dst]), row);
             }

@@ -43,6 +43,12 @@ struct Params {
     const uint8_t* x_scales;  // the caller's scales, [num_tokens, kNumScales] of kScaleBytes, where rows come with them
     int64_t x_scales_row_stride;  // bytes between the scales of two tokens
     int64_t x_scales_stride;      // bytes between two scales of a token
+    uint8_t* out;                 // null, or [out_rows] rows, out_stride bytes apart: rows go there instead, and what
+    int64_t out_stride;           // belongs to them to the next four
+    uint8_t* out_scales;          // null, or [max_rows, kNumScales] of kScaleBytes: those of the rows in out
+    int32_t* out_topk_idx;        // [max_rows, kNumTopk]
+    float* out_topk_weights;      // [max_rows, kNumTopk]
+    int32_t* out_source;          // [max_rows, 2]
     const int32_t* rows;          // [max_tokens, kNumRanks]: row at each rank, or -1
     const int32_t* send_base;     // [kNumRanks]: first row of this rank's tokens at each rank
     const int32_t* recv_base;     // [kNumRanks + 1]: first row here of each source rank; last: rows that are received
@@ -56,6 +62,7 @@ struct Params {
     const uint8_t* num_tokens_at;   // null, or where the device has the number of tokens
     int32_t num_copied[kNumRanks];  // rows that the host copies from each rank; not those of the routing: refused
     int32_t num_tokens;             // rows of x
+    int32_t out_rows;               // fewer than are received: refused
     int32_t max_rows;
     int32_t max_tokens;
     int32_t rank;
@@ -149,7 +156,11 @@ struct Packer {
         for_each(plan.rows, [&](int dst, int32_t row, int32_t slot) {
             const uint32_t buffer = static_cast<uint32_t>(p.buffer);
             uint8_t* own = at_row<uint8_t>(p, p.tokens_offset, p.rank, buffer, row, kRowBytes);
-            bulk_store(dst == p.rank ? own : packed_row(p, dst, slot), staged, kRowBytes);
+            if (dst == p.rank && p.out != nullptr) {
+                store_out(p, row, staged);
+            } else {
+                bulk_store(dst == p.rank ? own : packed_row(p, dst, slot), staged, kRowBytes);
+            }
         });
     }
 };
@@ -165,23 +176,48 @@ CUEP_DEVICE void pack_rows(const Params& p, const uint32_t* buffers, int number,
         [&](const PartWalk& at) { return Plan(p, at.t); },
         [&](const PartWalk&, const Plan& plan, uint8_t* staged) { packer.store(plan, staged); },
         [&](const PartWalk& at, const Plan& plan) {
-            packer.for_each(plan.rows, [&](int dst, int32_t row, int32_t) {
-                store_routing(p, at.t, dst, buffer_of(buffers[dst]), row);
+            packer.for_each(plan.rows, [&](int dst, int64_t row, int32_t) {
+                if (dst == p.rank && p.out != nullptr) {
+                    store_routing_out(p, at.t, row);
+                } else {
+                    store_routing(p, at.t, dst, buffer_of(buffers[dst]), row);
+                }
             });
         });
     fence_proxy_async();
 }
 
-// Who receives where, and the rank that refused, or -1. All threads of every block call; false: gave up.
-CUEP_DEVICE bool hear(const Params& p, const Operation& op, uint32_t* buffers, int& refused_by) {
-    const int r = threadIdx.x;
-    const bool is_stale =
-        block_any(kNumRanks > 1 && r < kNumRanks && p.recv_base[r + 1] - p.recv_base[r] != p.num_copied[r]);
-    const bool is_refused = p.is_refused || is_stale;
-    if (!exchange_buffers<kNumRanks>(p, op, is_refused, 0, buffers)) return false;
-    fence_proxy_async();  // what was fetched from this memory comes before the bulk copies that write it
-    refused_by = refusing_rank<kNumRanks>(p, is_refused, buffers);
-    return true;
+// What this rank's call comes to by itself. All threads call.
+struct Own {
+    bool is_refused;
+    Cause cause;
+
+    CUEP_DEVICE explicit Own(const Params& p) {
+        const int r = threadIdx.x;
+        const bool is_other =
+            block_any(kNumRanks > 1 && r < kNumRanks && p.recv_base[r + 1] - p.recv_base[r] != p.num_copied[r]);
+        const bool is_short = p.out != nullptr && p.out_rows < p.recv_base[kNumRanks];
+        is_refused = p.is_refused || is_short || is_other;
+        cause = is_short ? Cause::kTooFewRows : Cause::kStaleCounts;
+    }
+};
+
+// Ids, weights and origins of peers' rows, which came to the receive buffer, to where they belong beside `out`.
+CUEP_DEVICE void bring_routing(const Params& p) {
+    const int32_t own_begin = p.recv_base[p.rank], num_own = p.recv_base[p.rank + 1] - own_begin;
+    const int32_t end = p.recv_base[kNumRanks] - num_own;
+    for (int32_t i = warp_idx() * gridDim.x + blockIdx.x; i < end; i += gridDim.x * kNumWarps) {
+        const int64_t row = i < own_begin ? i : i + num_own;
+        const uint32_t buffer = static_cast<uint32_t>(p.buffer);
+        const int lane = lane_idx();
+        if (lane < kNumTopk) {
+            p.out_topk_idx[row * kNumTopk + lane] =
+                at_row<int32_t>(p, p.topk_idx_offset, p.rank, buffer, row, kNumTopk)[lane];
+            p.out_topk_weights[row * kNumTopk + lane] =
+                at_row<float>(p, p.topk_weights_offset, p.rank, buffer, row, kNumTopk)[lane];
+        }
+        if (lane < 2) p.out_source[row * 2 + lane] = at_row<int32_t>(p, p.source_offset, p.rank, buffer, row, 2)[lane];
+    }
 }
 
 // Parts are packed by all blocks: tell all ranks, and wait for theirs. The last block calls; false: gave up.
@@ -204,10 +240,10 @@ CUEP_DEVICE bool exchange_arrived(const Params& p, const Operation& op) {
 }
 
 // One thread, behind all copies.
-CUEP_DEVICE void end(const Params& p, const Operation& op, int refused_by) {
+CUEP_DEVICE void end(const Params& p, const Operation& op, int refused_by, Cause own_cause) {
     p.state->refused = 0;
     if (refused_by >= 0) {
-        mark_refused(p, Op::kDispatch, refused_by, Cause::kStaleCounts);
+        mark_refused(p, Op::kDispatch, refused_by, own_cause, p.recv_base[kNumRanks]);
     } else {
         p.high_water[p.buffer] = p.recv_base[kNumRanks];
     }
@@ -225,20 +261,26 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_copy(co
     const Operation op = begin_operation(p, Op::kDispatch);
     Pipe pipe(smem, warp_idx(), kNumWarps);
     if (block_any(is_broken(op))) return;
-    int refused_by = -1;
-    if (!hear(p, op, buffers, refused_by)) return;
+    const Own own(p);
+    if (!exchange_buffers<kNumRanks>(p, op, own.is_refused, 0, buffers)) return;
+    fence_proxy_async();  // what was fetched from this memory comes before the bulk copies that write it
+    const int refused_by = refusing_rank<kNumRanks>(p, own.is_refused, buffers);
+    const int32_t num_rows = p.recv_base[kNumRanks];
+
     for (int part = p.first_part; refused_by < 0 && part < min(p.end_part, kNumParts); part++) {
         if (part == 0) {
+            if (p.out != nullptr) clear_tail(p.out_topk_idx, p.out_topk_weights, num_rows, p.max_rows);
             clear_tail(at_row<int32_t>(p, p.topk_idx_offset, p.rank, p.buffer, 0, kNumTopk),
                        at_row<float>(p, p.topk_weights_offset, p.rank, p.buffer, 0, kNumTopk),
-                       p.recv_base[kNumRanks],
+                       num_rows,
                        p.high_water[p.buffer]);
         }
         pack_rows(p, buffers, part, pipe);
     }
+    if (is_end && refused_by < 0 && p.out != nullptr) bring_routing(p);
     if (!is_last_block(op) || !exchange_arrived(p, op) || threadIdx.x != 0) return;
     if (is_end) {
-        end(p, op, refused_by);
+        end(p, op, refused_by, own.cause);
     } else {  // blocks of the next launch are counted anew
         red_add_relaxed_gpu(&op.control->ops[static_cast<int>(op.op)].blocks, 0u - gridDim.x);
     }

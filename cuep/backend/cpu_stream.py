@@ -30,14 +30,14 @@ class CpuEvent:
         return self._reached.is_set()
 
 
-def _copy_rows(to: int, source: Rows) -> None:
+def _copy_rows(to: Rows, source: Rows) -> None:
     """Releases the interpreter's lock: kernels of other threads go on."""
-    address, num_rows, stride, row_bytes = source
-    if stride == row_bytes:
-        ctypes.memmove(to, address, num_rows * row_bytes)
+    (first, _, to_stride, _), (address, num_rows, stride, row_bytes) = to, source
+    if stride == to_stride == row_bytes:
+        ctypes.memmove(first, address, num_rows * row_bytes)
         return
     for row in range(num_rows):
-        ctypes.memmove(to + row * row_bytes, address + row * stride, row_bytes)
+        ctypes.memmove(first + row * to_stride, address + row * stride, row_bytes)
 
 
 class SynchronousStream:
@@ -60,7 +60,7 @@ class SynchronousStream:
     def wait(self, event: CpuEvent) -> None:
         event.synchronize()
 
-    def copy_rows(self, to: int, source: Rows) -> None:
+    def copy_rows(self, to: Rows, source: Rows) -> None:
         _copy_rows(to, source)
 
     def is_capturing(self) -> bool:
@@ -131,7 +131,7 @@ class CpuStream:
         """What is submitted from now on starts after `event`."""
         self._worker.jobs.put(event.synchronize)
 
-    def copy_rows(self, to: int, source: Rows) -> None:
+    def copy_rows(self, to: Rows, source: Rows) -> None:
         self.submit(lambda: _copy_rows(to, source))
 
     def is_capturing(self) -> bool:

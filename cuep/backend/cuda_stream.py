@@ -98,17 +98,18 @@ class CudaStream:
         with self._context.current():
             check(self._context.driver.cuStreamWaitEvent(self.handle, event.handle, 0), "waiting for an event")
 
-    def copy_rows(self, to: int, source: Rows) -> None:
+    def copy_rows(self, to: Rows, source: Rows) -> None:
         """By a copy engine where the memory is on two GPUs, or on a GPU and the host."""
-        driver, (address, num_rows, stride, row_bytes) = self._context.driver, source
+        driver = self._context.driver
+        (first, _, to_stride, _), (address, num_rows, stride, row_bytes) = to, source
         with self._context.current():
-            if stride == row_bytes or num_rows == 1:
-                result = driver.cuMemcpyAsync(to, address, num_rows * row_bytes, self.handle)
+            if num_rows == 1 or stride == to_stride == row_bytes:
+                result = driver.cuMemcpyAsync(first, address, num_rows * row_bytes, self.handle)
             else:
                 copy = driver.CUDA_MEMCPY2D()
                 copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
                 copy.srcDevice, copy.srcPitch = address, stride
-                copy.dstDevice, copy.dstPitch = to, row_bytes
+                copy.dstDevice, copy.dstPitch = first, to_stride
                 copy.WidthInBytes, copy.Height = row_bytes, num_rows
                 result = driver.cuMemcpy2DAsync(copy, self.handle)
             check(result, "copying rows")

@@ -162,6 +162,34 @@ def test_captured_copies(world: Any, form: str) -> None:
             rig.compare(step)
 
 
+@pytest.mark.parametrize("form", ["ht flat", "ht fetched"])
+def test_eager_calls_while_another_stream_is_captured(world: Any, form: str) -> None:
+    """The capture goes on, and both are right."""
+    streams = (world.stream(), world.stream())
+    with cuep.Group(world, form_config(form)) as group:
+        rigs = [Rig(world, group, stream) for stream in streams]
+        steps = [random_step(world, group.cfg, number, 9, 0.0) for number in range(2)]
+        for rig, step in zip(rigs, steps, strict=True):
+            rig.load(step)
+            rig.run()
+        group.check()
+        for rig in rigs:
+            rig.poison()
+
+        def body() -> None:
+            for rig in rigs:  # the second on a stream that is not captured
+                rig.dispatch()
+                rig.combine()
+
+        graph = Graph(world, streams[0], body, world.backend.xp.cuda.runtime.streamCaptureModeRelaxed)
+        group.check()
+        rigs[1].compare(steps[1])
+        for _ in range(2):
+            graph.launch()
+            group.check()
+            rigs[0].compare(steps[0])
+
+
 @pytest.mark.parametrize("form", LL_FORMS)
 def test_a_staged_pipeline_in_a_graph(world: Any, form: str) -> None:
     """D05, G01: two handles, each sending while the other's operation is under way."""

@@ -260,8 +260,7 @@ def run_form(world: Any, group: cuep.Group, step: Step, handle: Any = None, with
     if with_all:
         num_rows = min(max(want.needed()[world.rank], 1), want.max_rows)
         wide = np.full((num_rows, 2 * group.cfg.hidden), np.nan, np.float32)
-        if layout.takes_out(group.cfg):
-            out = to_device(world, wide.astype(layout.dtype_of(group.cfg.dtype)))[:, : group.cfg.hidden]
+        out = to_device(world, wide.astype(layout.dtype_of(group.cfg.dtype)))[:, : group.cfg.hidden]
         shape = step.x.shape
         rng = np.random.default_rng(world.rank)
         bias = tuple(rng.standard_normal(shape).astype(np.float32).astype(want.dtype) for _ in range(2))
@@ -393,7 +392,7 @@ def test_gradients_on_some_ranks_only(world: Any, groups: Any, form: str) -> Non
     run_form(world, group, step, with_all=True).close()
 
 
-@pytest.mark.parametrize("form", ["flat", "aligned"])
+@pytest.mark.parametrize("form", ["flat", "aligned", "fetched"])
 def test_rows_of_out(world: Any, groups: Any, form: str) -> None:
     """As many rows as were received are enough; one less on one rank is refused on all."""
     group = groups(form)
@@ -417,7 +416,7 @@ def test_rows_of_out(world: Any, groups: Any, form: str) -> None:
     handle.close()
 
 
-@pytest.mark.parametrize("form", ["flat", "aligned"])
+@pytest.mark.parametrize("form", ["flat", "aligned", "fetched"])
 def test_an_out_without_rows(world: Any, groups: Any, monkeypatch: Any, form: str) -> None:
     """Arrays without elements have no address in torch and CuPy. Such an out is refused where rows come, else fine."""
     group = groups(form)
@@ -802,20 +801,6 @@ def test_refusals_that_are_told_late(world: Any, is_update_refused: bool) -> Non
         Expected(world, group.cfg, few).check_received(recv)
 
 
-def test_copies_into_no_out(world: Any, groups: Any) -> None:
-    """Every rank's call is refused, and the next one works."""
-    group = groups("fetched")
-    step = random_step(world, group.cfg, 6, 8)
-    want = Expected(world, group.cfg, step)
-    handle = routed(world, group, step)
-    out = to_device(world, np.zeros((want.max_rows, group.cfg.hidden), step.x.dtype))
-    with pytest.raises(cuep.ArgumentError, match="the variant of the kernel that this group has .* does not take out"):
-        handle.dispatch(to_device(world, step.x), out=out)
-    want.check_received(handle.dispatch(to_device(world, step.x)))
-    group.check()
-    handle.close()
-
-
 def test_copies_of_strided_rows(world: Any, groups: Any) -> None:
     group = groups("copied")
     step = random_step(world, group.cfg, 6, 8)
@@ -865,7 +850,7 @@ def test_a_combine_lasts_as_long_as_its_copies(world: Any, groups: Any, monkeypa
     group.check()
     num_running = 0
 
-    def slow_copy(to: int, source: Any) -> None:
+    def slow_copy(to: Any, source: Any) -> None:
         nonlocal num_running
         num_running += 1
         time.sleep(0.02)
@@ -1022,7 +1007,7 @@ def shuffled(world: Any, monkeypatch: Any) -> Iterator[Any]:
         pytest.skip("only the CPU backend has a scheduler to shuffle")
     copy_rows, rng = cpu_stream._copy_rows, np.random.default_rng(world.rank)
 
-    def late_copy(to: int, source: Any) -> None:
+    def late_copy(to: Any, source: Any) -> None:
         if rng.random() < 0.05:
             time.sleep(rng.random() * 1e-2)
         copy_rows(to, source)
@@ -1333,8 +1318,6 @@ PLANTED = [
 def test_the_loop_that_finds_bugs_finds_none_in_cuep(
     world: Any, shuffled: Any, monkeypatch: Any, settings: Any, with_out: bool | None
 ) -> None:
-    if settings == FETCHED and with_out is not False:
-        pytest.skip("takes no out")
     monkeypatch.setattr("test_ht_forms.SEEDS_TO_FIND", 50)
     assert first_failing_seed(world, shuffled, settings, with_out) is None
 

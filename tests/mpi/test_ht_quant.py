@@ -13,7 +13,6 @@ from test_forward import Forwarded, to_rows
 from test_quant import Quantised, random_rows
 
 import cuep
-from cuep import layout
 
 FETCHED = {"dispatch": "copy"}
 FORMS: dict[str, dict[str, Any]] = {
@@ -53,10 +52,7 @@ def experts(world: Any, cfg: cuep.GroupConfig, recv: cuep.Received, rows: np.nda
         return to_device(world, (rows * factor).astype(dtype))
 
 
-def out_like(world: Any, cfg: cuep.GroupConfig, recv: cuep.Received) -> Any:
-    """None where dispatch takes none."""
-    if not layout.takes_out(cfg):
-        return None
+def out_like(world: Any, recv: cuep.Received) -> Any:
     return world.backend.zeros(recv.tokens.shape, recv.tokens.dtype)
 
 
@@ -81,7 +77,7 @@ def test_quantised_while_sent(world: Any, form: str) -> None:
             for again in range(2):
                 step.x = random_rows(cfg, world.rank, 50 * again + seed, num_tokens)
                 case = Quantised(world, cfg, step)
-                out = None if recv is None else out_like(world, cfg, recv)
+                out = None if recv is None else out_like(world, recv)
                 recv = handle.dispatch(to_device(world, step.x), out=out)
                 assert (recv.tokens is out) == (out is not None)
                 rows = case.check(world, recv)
@@ -104,7 +100,7 @@ def test_the_callers_rows(world: Any, form: str) -> None:
             scales = None if case.scales is None else to_device(world, case.scales)
             recv = None
             for _ in range(2):
-                out = None if recv is None else out_like(world, cfg, recv)
+                out = None if recv is None else out_like(world, recv)
                 recv = handle.dispatch(to_rows(world, cfg, step.x), scales, out=out)
                 rows = case.values(case.check(world, recv))
                 case.check_y(world, handle.combine(experts(world, cfg, recv, rows)))

@@ -43,6 +43,13 @@ CUEP_DEVICE void store_routing(const Params& p, int t, int dst, uint32_t buffer,
                   at_row<int32_t>(p, p.source_offset, dst, buffer, row, 2));
 }
 
+// Of this rank's own row, beside `out`.
+template <class Params>
+CUEP_DEVICE void store_routing_out(const Params& p, int t, int64_t row) {
+    store_routing(
+        p, t, p.rank, p.out_topk_idx + row * kNumTopk, p.out_topk_weights + row * kNumTopk, p.out_source + row * 2);
+}
+
 // What is known of a token before its row is there.
 struct Plan {
     int32_t rows;  // row_of_lane
