@@ -93,9 +93,9 @@ class RowCopies:
         self._group = group
         self._streams = {0: self._new_streams()}  # of each capture; 0: of none
 
-    def fetch(self, stream: Stream, part: int, counts: Counts, parts_of_row: Sequence[tuple[Rows, int]]) -> list[Event]:
+    def fetch(self, stream: Stream, part: int, counts: Counts, places: Sequence[tuple[Rows, int]]) -> list[Event]:
         """Of dispatch: a part of what peers have packed to where it is received, behind what `stream` has been given so
-        far. parts_of_row: where rows, or values and scales of them, are received, and where in a row they begin.
+        far. places: where rows, or values and scales of them, are received, and where in a row they begin.
         Returns what to wait for in the end."""
         group, cfg, row_bytes = self._group, self._group.cfg, self._group.cfg.sent_row_bytes
         per_part = -(-cfg.max_tokens_per_rank // layout.COPY_PARTS)  # struct Part of ht_dispatch_copy.cu
@@ -105,7 +105,7 @@ class RowCopies:
             slot = (group.rank - src - 1) % group.num_ranks * cfg.max_tokens_per_rank + begin  # packed_row there
             num_rows = min(per_part, counts[src] - begin)
             packed = self._at(src, "dispatch_packed") + slot * row_bytes
-            for rows, offset in parts_of_row:
+            for rows, offset in places:
                 source = (packed + offset, num_rows, row_bytes, rows[-1])
                 side.copy_rows(_part(rows, firsts[src] + begin, num_rows), source)
 

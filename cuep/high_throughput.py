@@ -157,7 +157,7 @@ class HighThroughput:
             ArgumentError, ArgumentTypeError: `out` does not fit, or other handles hold all buffers.
         """
         group, state = self._group, handle.state
-        self._learn_counts(handle, "dispatch")
+        self._wait_for_counts(handle, "dispatch")
         if out is not None:
             self._check_rows(out, "out", group.cfg.recv_dtype, group.cfg.columns, group.cfg.recv_row_bytes)
         if state.lease is None or not state.lease.is_held:
@@ -203,11 +203,11 @@ class HighThroughput:
         if out is not None and sum(counts) > out.shape[0]:
             counts = (0,) * len(counts)  # the kernel refuses it
         record["num_copied"] = counts
-        to, ends = self._where_received(handle, out), []
+        places, ends = self._where_received(handle, out), []
         for part in range(layout.COPY_PARTS):
             with changed(record, first_part=part, end_part=part + 1):
                 self._dispatch.launch(record, stream)
-            ends += self._copies.fetch(stream, part, counts, to)
+            ends += self._copies.fetch(stream, part, counts, places)
         for end in ends:
             stream.wait(end)
         with changed(record, first_part=layout.COPY_PARTS):
@@ -244,7 +244,7 @@ class HighThroughput:
         if handle.state.row_counts is not None:
             handle.state.row_counts.know(self._group.world.backend.to_numpy(handle.arrays["recv_base"]))
 
-    def _learn_counts(self, handle: Handle, op: str) -> None:
+    def _wait_for_counts(self, handle: Handle, op: str) -> None:
         """Waits for the routing, if the host copies rows in this operation."""
         counts, stream = handle.state.row_counts, self._group.call_stream
         if op in self._copied and counts is not None and stream is not None:
@@ -252,7 +252,7 @@ class HighThroughput:
             self._group.begin()  # the wait may have ended in a timeout
 
     def check_expert_out(self, handle: Handle, expert_out: View) -> None:
-        self._learn_counts(handle, "combine")
+        self._wait_for_counts(handle, "combine")
         cfg = self._group.cfg
         self._check_rows(expert_out, "expert_out", str(cfg.combine_dtype), cfg.hidden, cfg.combine_row_bytes)
         if self.combine_buffers is not None:

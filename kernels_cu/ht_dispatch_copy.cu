@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_copy(co
     CUEP_DYNAMIC_SMEM(smem);
     __shared__ uint32_t buffers[kNumRanks];
     const bool is_end = p.end_part > kNumParts;
-    if (p.state->unrouted != 0) {  // copies bring anything to a buffer that holds nothing
+    if (p.state->unrouted != 0) {  // copies come all the same, and bring anything
         if (is_end) is_skipped(p, Op::kDispatch, true);
         return;
     }
