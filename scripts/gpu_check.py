@@ -212,7 +212,7 @@ def check(runner: Runner, num_gpus: int, quick: bool) -> None:
         run_tests(
             runner,
             most,
-            80,
+            70,
             [name for name in files if name not in CASE_TESTS + FORM_TESTS + SLOW_TESTS],
             has_large=True,
         )
