@@ -9,6 +9,7 @@
 #include <cuep/convert.cuh>
 #include <cuep/operation.cuh>
 #include <cuep/ht_home.cuh>
+#include <cuep/ht_copy.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
 constexpr int kTransport = 2;
@@ -66,32 +67,13 @@ static_assert(kNumThreads >= kNumRanks, "one thread for each rank");
 using Rows = Home<kNumRanks, kNumExperts / kNumRanks, kNumTopk, kRowBytes, elem_t, false>;
 CUEP_LAUNCH(kNumThreads, 0)
 
-CUEP_DEVICE uint64_t* word_of(const Params& p, int64_t offset, int dst, int index) {
-    return reinterpret_cast<uint64_t*>(p.arena[dst] + offset) + index;
-}
-
 CUEP_DEVICE bool is_peer(const Params& p) {
     return threadIdx.x < kNumRanks && static_cast<int>(threadIdx.x) != p.rank;
 }
 
-// Whether the host, which had the counts of a routing, copies something else than this routing asks for. All threads
-// call.
-CUEP_DEVICE bool is_stale(const Params& p) {
-    const int r = threadIdx.x;
-    return block_any(kNumRanks > 1 && r < kNumRanks && p.recv_base[r + 1] - p.recv_base[r] != p.num_copied[r]);
+CUEP_DEVICE OwnCall<kNumRanks> own_call(const Params& p) {
+    return {p, p.recv_base[kNumRanks] > p.num_rows};
 }
-
-// What this rank's call comes to by itself. All threads call.
-struct Own {
-    bool is_refused;
-    Cause cause;
-
-    CUEP_DEVICE explicit Own(const Params& p) {
-        const bool is_short = p.recv_base[kNumRanks] > p.num_rows, is_other = is_stale(p);
-        is_refused = p.is_refused || is_short || is_other;
-        cause = is_short ? Cause::kTooFewRows : Cause::kStaleCounts;
-    }
-};
 
 // Before the copies, which follow whatever becomes of this. One block.
 CUEP_DEVICE void open(const Params& p, bool is_skipped) {
@@ -99,13 +81,13 @@ CUEP_DEVICE void open(const Params& p, bool is_skipped) {
     const Operation op = begin_operation(p, Op::kCombine);
     const bool is_off = is_broken(op);
     bool is_ok = true;
-    if (is_peer(p)) is_ok = wait_bank_free(op, word_of(p, p.done_offset, p.rank, tid), 1, tid);
+    if (is_peer(p)) is_ok = wait_bank_free(op, Rows::done_of(p, p.rank, tid), 1, tid);
     if (block_any(!is_ok || is_off)) {  // rows that a late peer still reads are about to be overwritten: it must know
         if (is_peer(p) && !p.is_refused) st_release_sys(word_of(p, p.left_offset, tid, p.rank), tagged(op, 1));
         return;
     }
     if (is_skipped) return;
-    const bool is_refused = Own(p).is_refused;
+    const bool is_refused = own_call(p).is_refused;
     if (tid < kNumRanks) {  // pairs with the wait for totals in receive
         const uint32_t num_rows = static_cast<uint32_t>(p.recv_base[tid + 1] - p.recv_base[tid]);
         const uint32_t value = num_rows | (p.row_weight_grads != nullptr ? kHasGrads : 0);
@@ -163,7 +145,7 @@ CUEP_DEVICE bool sum_tokens(const Params& p, const Operation& op, uint32_t lane_
 // All blocks, beside the copies.
 CUEP_DEVICE void receive(const Params& p) {
     const int tid = threadIdx.x, lane = lane_idx();
-    const Own own(p);
+    const OwnCall<kNumRanks> own = own_call(p);
     const Operation op = begin_operation(p, Op::kCombine);
     if (block_any(is_broken(op))) return;
 
@@ -181,7 +163,7 @@ CUEP_DEVICE void receive(const Params& p) {
         is_peer(p) && static_cast<uint32_t>(ld_acquire_sys(word_of(p, p.left_offset, p.rank, tid))) != 0;
     if (has_left) break_group(op, Phase::kLeft, tid, 0, 0);
     if (block_any(has_left)) return;
-    if (is_peer(p)) st_release_sys(word_of(p, p.done_offset, tid, p.rank), tagged(op, 0));  // pairs with open
+    if (is_peer(p)) st_release_sys(Rows::done_of(p, tid, p.rank), tagged(op, 0));  // pairs with open
     if (tid == 0) {
         if (verdict.refused_by >= 0) {
             const Cause cause = own.is_refused ? own.cause : verdict.own_cause;

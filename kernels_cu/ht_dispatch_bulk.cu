@@ -170,14 +170,7 @@ CUEP_DEVICE bool receive_row(const Params& p, const Operation& op, const PeerRow
     if (!__all_sync(0xffffffffu, is_ok)) return false;
     __syncwarp();  // a vote orders no memory: now every lane may read what one lane has waited for
     received = {at_row<uint8_t>(p, p.tokens_offset, p.rank, p.buffer, row, kRowBytes), row};
-    const int32_t* ids = at_row<int32_t>(p, p.topk_idx_offset, p.rank, p.buffer, row, kNumTopk);
-    const float* weights = at_row<float>(p, p.topk_weights_offset, p.rank, p.buffer, row, kNumTopk);
-    const int32_t* source = at_row<int32_t>(p, p.source_offset, p.rank, p.buffer, row, 2);
-    for (int k = lane; k < kNumTopk; k += 32) {
-        p.out_topk_idx[row * kNumTopk + k] = ids[k];
-        p.out_topk_weights[row * kNumTopk + k] = weights[k];
-    }
-    if (lane < 2) p.out_source[row * 2 + lane] = source[lane];
+    bring_routing_out(p, row);
     return true;
 }
 

@@ -10,6 +10,7 @@
 #include <cuep/operation.cuh>
 #include <cuep/row_pipe.cuh>
 #include <cuep/ht_receive.cuh>
+#include <cuep/ht_copy.cuh>
 #include <cuep/ht_walk.cuh>
 
 #ifndef CUEP_JIT  // values for editors; cuep/jit.py gives the real ones
@@ -79,10 +80,6 @@ struct Params {
 using Pipe = RowPipe<kSrcBytes, kNumStages, kStageRoom>;
 static_assert(kNumThreads >= kNumRanks, "one thread waits for each rank");
 CUEP_LAUNCH(kNumThreads, kNumWarps* Pipe::kSmemBytes)
-
-CUEP_DEVICE uint64_t* word_of(const Params& p, int64_t offset, int dst, int index) {
-    return reinterpret_cast<uint64_t*>(p.arena[dst] + offset) + index;
-}
 
 CUEP_DEVICE uint8_t* packed_row(const Params& p, int dst, int64_t slot) {
     const int64_t first = int64_t{(dst - p.rank - 1 + kNumRanks) % kNumRanks} * p.max_tokens;
@@ -187,39 +184,6 @@ CUEP_DEVICE void pack_rows(const Params& p, const uint32_t* buffers, int number,
     fence_proxy_async();
 }
 
-// What this rank's call comes to by itself. All threads call.
-struct Own {
-    bool is_refused;
-    Cause cause;
-
-    CUEP_DEVICE explicit Own(const Params& p) {
-        const int r = threadIdx.x;
-        const bool is_other =
-            block_any(kNumRanks > 1 && r < kNumRanks && p.recv_base[r + 1] - p.recv_base[r] != p.num_copied[r]);
-        const bool is_short = p.out != nullptr && p.out_rows < p.recv_base[kNumRanks];
-        is_refused = p.is_refused || is_short || is_other;
-        cause = is_short ? Cause::kTooFewRows : Cause::kStaleCounts;
-    }
-};
-
-// Ids, weights and origins of peers' rows, which came to the receive buffer, to where they belong beside `out`.
-CUEP_DEVICE void bring_routing(const Params& p) {
-    const int32_t own_begin = p.recv_base[p.rank], num_own = p.recv_base[p.rank + 1] - own_begin;
-    const int32_t end = p.recv_base[kNumRanks] - num_own;
-    for (int32_t i = warp_idx() * gridDim.x + blockIdx.x; i < end; i += gridDim.x * kNumWarps) {
-        const int64_t row = i < own_begin ? i : i + num_own;
-        const uint32_t buffer = static_cast<uint32_t>(p.buffer);
-        const int lane = lane_idx();
-        if (lane < kNumTopk) {
-            p.out_topk_idx[row * kNumTopk + lane] =
-                at_row<int32_t>(p, p.topk_idx_offset, p.rank, buffer, row, kNumTopk)[lane];
-            p.out_topk_weights[row * kNumTopk + lane] =
-                at_row<float>(p, p.topk_weights_offset, p.rank, buffer, row, kNumTopk)[lane];
-        }
-        if (lane < 2) p.out_source[row * 2 + lane] = at_row<int32_t>(p, p.source_offset, p.rank, buffer, row, 2)[lane];
-    }
-}
-
 // Parts are packed by all blocks: tell all ranks, and wait for theirs. The last block calls; false: gave up.
 CUEP_DEVICE bool exchange_arrived(const Params& p, const Operation& op) {
     const int tid = threadIdx.x;
@@ -261,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_copy(co
     const Operation op = begin_operation(p, Op::kDispatch);
     Pipe pipe(smem, warp_idx(), kNumWarps);
     if (block_any(is_broken(op))) return;
-    const Own own(p);
+    const OwnCall<kNumRanks> own(p, p.out != nullptr && p.out_rows < p.recv_base[kNumRanks]);
     if (!exchange_buffers<kNumRanks>(p, op, own.is_refused, 0, buffers)) return;
     fence_proxy_async();  // what was fetched from this memory comes before the bulk copies that write it
     const int refused_by = refusing_rank<kNumRanks>(p, own.is_refused, buffers);
@@ -277,7 +241,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ht_dispatch_copy(co
         }
         pack_rows(p, buffers, part, pipe);
     }
-    if (is_end && refused_by < 0 && p.out != nullptr) bring_routing(p);
+    if constexpr (kNumRanks > 1) {
+        if (is_end && refused_by < 0 && p.out != nullptr) {
+            WalkOfPeers<kNumRanks> walk(p.rank, p.recv_base, warp_idx(), kNumWarps);
+            for (; !walk.is_over(); walk.advance()) bring_routing_out(p, walk.row());
+        }
+    }
     if (!is_last_block(op) || !exchange_arrived(p, op) || threadIdx.x != 0) return;
     if (is_end) {
         end(p, op, refused_by, own.cause);

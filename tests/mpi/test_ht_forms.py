@@ -670,6 +670,15 @@ def test_combine_buffers_that_graphs_use(world: Any, groups: Any, monkeypatch: A
     group.check()
 
 
+def run_on(stream: Any, group: cuep.Group, handle: Any, step: Step, want: Expected) -> None:
+    """dispatch and combine on a stream of the CPU, compared."""
+    recv = handle.dispatch(step.x, stream=stream)
+    y = handle.combine(want.expert_out(want.max_rows), stream=stream)
+    group.check()
+    want.check_received(recv)
+    reference.assert_same(y, want.y(), "y")
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", ["copied", "fetched"])
 def test_copies_of_another_routing(world: Any, groups: Any, monkeypatch: Any, form: str) -> None:
@@ -687,11 +696,7 @@ def test_copies_of_another_routing(world: Any, groups: Any, monkeypatch: Any, fo
         handle.update(steps[number].topk_idx, steps[number].topk_weights, stream=stream)
 
     def run(number: int) -> None:
-        recv = handle.dispatch(steps[number].x, stream=stream)
-        y = handle.combine(outs[number], stream=stream)
-        group.check()
-        wants[number].check_received(recv)
-        reference.assert_same(y, wants[number].y(), "y")
+        run_on(stream, group, handle, steps[number], wants[number])
 
     handle = group.create_handle(steps[0].topk_idx, steps[0].topk_weights, stream=stream)
     is_capturing = True
@@ -739,11 +744,7 @@ def test_copies_where_a_graph_routes(world: Any, groups: Any, monkeypatch: Any, 
         group.mode._route.launch(handle.state.route, stream)
 
     def run(number: int) -> None:
-        recv = handle.dispatch(steps[number].x, stream=stream)
-        y = handle.combine(wants[number].expert_out(wants[number].max_rows), stream=stream)
-        group.check()
-        wants[number].check_received(recv)
-        reference.assert_same(y, wants[number].y(), "y")
+        run_on(stream, group, handle, steps[number], wants[number])
 
     handle = group.create_handle(ids, weights, stream=stream)
     run(0)
@@ -874,45 +875,32 @@ def test_a_combine_lasts_as_long_as_its_copies(world: Any, groups: Any, monkeypa
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_copies_over_what_a_late_peer_reads(world: Any, monkeypatch: Any) -> None:
-    """It gave up, and its next combine was queued already: the late peer learns of it."""
+@pytest.mark.parametrize(
+    ("form", "file", "start", "num_combines"),
+    [
+        # what it makes next of its combine buffer may be what the slow peer reads
+        ("pulled", "ht_combine_pull.cu", "const uint32_t lane_total = lane_idx()", 1),
+        # its next combine was queued already, and copies over that
+        ("copied", "ht_combine_copy.cu", "Arrived arrived(lane_total);", 2),
+    ],
+)
+def test_a_rank_that_gives_up_while_it_is_read(
+    world: Any, monkeypatch: Any, form: str, file: str, start: str, num_combines: int
+) -> None:
+    """Both learn of it."""
     slow = "if (p.rank == 1) for (const uint64_t end = now_ns() + 4000000000ull; now_ns() < end;) relax();\n    "
-    start = "Arrived arrived(lane_total);"
     if world.backend.name != "cpu":
         pytest.skip("needs kernels with a bug in them")
-    with planted_bug(world, monkeypatch, "ht_combine_copy.cu", start, slow + start):
-        group = cuep.Group(world, config("ht", timeout_s=1.0, **COPIED))
+    with planted_bug(world, monkeypatch, file, start, slow + start):
+        group = cuep.Group(world, config("ht", timeout_s=1.0, **FORMS[form]))
         step = random_step(world, group.cfg, 3, 4, 0.0)
         stream = world.stream()
-        handles = [group.create_handle(step.topk_idx, step.topk_weights, stream=stream) for _ in range(2)]
+        handles = [group.create_handle(step.topk_idx, step.topk_weights, stream=stream) for _ in range(num_combines)]
         for handle in handles:
             rows = Expected(world, group.cfg, step).expert_out(handle.dispatch(step.x, stream=stream).tokens.shape[0])
             handle.num_recv_tokens()
         for handle in handles:
             handle.combine(rows, stream=stream)
-        problem = (
-            "waited more than 1 s" if world.rank == 0 else "rank 0 gave up while rank 1 was still reading its rows"
-        )
-        with pytest.raises(cuep.PeerTimeout, match=problem):
-            group.check()
-        world.comm.barrier()
-        group.abandon()
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_that_gives_up_while_it_is_read(world: Any, monkeypatch: Any) -> None:
-    """What it makes next of its combine buffer may be what the slow peer reads: both learn of it."""
-    slow = "if (p.rank == 1) for (const uint64_t end = now_ns() + 4000000000ull; now_ns() < end;) relax();\n    "
-    start = "const uint32_t lane_total = lane_idx()"
-    if world.backend.name != "cpu":
-        pytest.skip("needs kernels with a bug in them")
-    with planted_bug(world, monkeypatch, "ht_combine_pull.cu", start, slow + start):
-        group = cuep.Group(world, config("ht", timeout_s=1.0, **PULLED))
-        step = random_step(world, group.cfg, 3, 4, 0.0)
-        stream = world.stream()
-        handle = group.create_handle(step.topk_idx, step.topk_weights, stream=stream)
-        rows = Expected(world, group.cfg, step).expert_out(handle.dispatch(step.x, stream=stream).tokens.shape[0])
-        handle.combine(rows, stream=stream)
         problem = (
             "waited more than 1 s" if world.rank == 0 else "rank 0 gave up while rank 1 was still reading its rows"
         )
@@ -1260,7 +1248,7 @@ PLANTED = [
     (
         "copies begin while owners still read",
         "ht_combine_copy.cu",
-        "if (is_peer(p)) is_ok = wait_bank_free(op, word_of(p, p.done_offset, p.rank, tid), 1, tid);",
+        "if (is_peer(p)) is_ok = wait_bank_free(op, Rows::done_of(p, p.rank, tid), 1, tid);",
         "",
         COPIED,
         False,

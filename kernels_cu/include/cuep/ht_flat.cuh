@@ -50,6 +50,20 @@ CUEP_DEVICE void store_routing_out(const Params& p, int t, int64_t row) {
         p, t, p.rank, p.out_topk_idx + row * kNumTopk, p.out_topk_weights + row * kNumTopk, p.out_source + row * 2);
 }
 
+// Of a peer's row, from the receive buffer to beside `out`. The whole warp calls.
+template <class Params>
+CUEP_DEVICE void bring_routing_out(const Params& p, int64_t row) {
+    const int lane = lane_idx();
+    const int32_t* ids = at_row<int32_t>(p, p.topk_idx_offset, p.rank, p.buffer, row, kNumTopk);
+    const float* weights = at_row<float>(p, p.topk_weights_offset, p.rank, p.buffer, row, kNumTopk);
+    const int32_t* source = at_row<int32_t>(p, p.source_offset, p.rank, p.buffer, row, 2);
+    for (int k = lane; k < kNumTopk; k += 32) {
+        p.out_topk_idx[row * kNumTopk + k] = ids[k];
+        p.out_topk_weights[row * kNumTopk + k] = weights[k];
+    }
+    if (lane < 2) p.out_source[row * 2 + lane] = source[lane];
+}
+
 // What is known of a token before its row is there.
 struct Plan {
     int32_t rows;  // row_of_lane
