@@ -93,7 +93,25 @@ class RowCopies:
         self._group = group
         self._streams = {0: self._new_streams()}  # of each capture; 0: of none
 
-    def fetch(self, stream: Stream, part: int, counts: Counts, places: Sequence[tuple[Rows, int]]) -> list[Event]:
+    def sides(self, stream: Stream) -> list[Stream]:
+        """The streams of each rank for what is enqueued beside `stream`. One that was forked into a capture belongs to
+        it until it ends: others have others."""
+        if stream.is_synchronous:
+            return [stream] * self._group.num_ranks
+        capture = stream.capture_id() if stream.is_capturing() else 0
+        if capture not in self._streams:
+            over = [old for old, them in self._streams.items() if old and not any(it.is_capturing() for it in them)]
+            self._streams[capture] = self._streams.pop(over[0]) if over else self._new_streams()
+        return self._streams[capture]
+
+    def fetch(
+        self,
+        stream: Stream,
+        sides: Sequence[Stream],
+        part: int,
+        counts: Counts,
+        places: Sequence[tuple[Rows, int]],
+    ) -> list[Event]:
         """Of dispatch: a part of what peers have packed to where it is received, behind what `stream` has been given so
         far. places: where rows, or values and scales of them, are received, and where in a row they begin.
         Returns what to wait for in the end."""
@@ -109,37 +127,29 @@ class RowCopies:
                 source = (packed + offset, num_rows, row_bytes, rows[-1])
                 side.copy_rows(_part(rows, firsts[src] + begin, num_rows), source)
 
-        return self._beside(stream, [count > begin for count in counts], copy)
+        return self._beside(stream, sides, [count > begin for count in counts], copy)
 
     def send(self, stream: Stream, call: CombineCall, counts: Counts) -> list[Event]:
         """Of combine: rows to their owners, likewise."""
         firsts = _firsts(counts)
         return self._beside(
             stream,
+            self.sides(stream),
             [count > 0 for count in counts],
             lambda dst, side: self._send_to(dst, side, call, firsts[dst], counts[dst]),
         )
 
-    def _beside(self, stream: Stream, has_rows: list[bool], copy: Callable[[int, Stream], None]) -> list[Event]:
-        group, streams, begin, ends = self._group, self._side_streams(stream), stream.record(), []
+    def _beside(
+        self, stream: Stream, sides: Sequence[Stream], has_rows: list[bool], copy: Callable[[int, Stream], None]
+    ) -> list[Event]:
+        group, begin, ends = self._group, stream.record(), []
         for step in range(1, group.num_ranks):
             rank = (group.rank + step) % group.num_ranks
-            side = streams[rank]
             if has_rows[rank]:
-                side.wait(begin)
-                copy(rank, side)
-                ends.append(side.record())
+                sides[rank].wait(begin)
+                copy(rank, sides[rank])
+                ends.append(sides[rank].record())
         return ends
-
-    def _side_streams(self, stream: Stream) -> list[Stream]:
-        """Of each rank. A stream that was forked into a capture belongs to it until it ends: others have others."""
-        if stream.is_synchronous:
-            return [stream] * self._group.num_ranks
-        capture = stream.capture_id() if stream.is_capturing() else 0
-        if capture not in self._streams:
-            over = [old for old, them in self._streams.items() if old and not any(it.is_capturing() for it in them)]
-            self._streams[capture] = self._streams.pop(over[0]) if over else self._new_streams()
-        return self._streams[capture]
 
     def _new_streams(self) -> list[Stream]:
         backend = self._group.world.backend

@@ -199,15 +199,13 @@ class HighThroughput:
         self, handle: Handle, stream: Stream, x: View, scales: View | None, out: View | None
     ) -> int:
         assert self._copies is not None
-        record, counts = handle.state.dispatch, handle.state.counts
-        if out is not None and sum(counts) > out.shape[0]:
-            counts = (0,) * len(counts)  # the kernel refuses it
-        record["num_copied"] = counts
-        places, ends = self._where_received(handle, out), []
+        record = handle.state.dispatch
+        counts = _set_copied(record, handle, self._max_rows if out is None else out.shape[0])
+        places, sides, ends = self._where_received(handle, out), self._copies.sides(stream), []
         for part in range(layout.COPY_PARTS):
             with changed(record, first_part=part, end_part=part + 1):
                 self._dispatch.launch(record, stream)
-            ends += self._copies.fetch(stream, part, counts, places)
+            ends += self._copies.fetch(stream, sides, part, counts, places)
         for end in ends:
             stream.wait(end)
         with changed(record, first_part=layout.COPY_PARTS):
@@ -293,10 +291,8 @@ class HighThroughput:
 
     def _combine_by_copies(self, handle: Handle, call: CombineCall, stream: Stream) -> int:
         assert self._copies is not None
-        record, counts = handle.state.combine, handle.state.counts
-        if sum(counts) > record["num_rows"]:
-            counts = (0,) * len(counts)  # the kernel refuses it
-        record["num_copied"] = counts
+        record = handle.state.combine
+        counts = _set_copied(record, handle, record["num_rows"])
         with changed(record, is_send=True):
             self._combine.launch(record, stream, grid=1)
         ends = self._copies.send(stream, call, counts)
@@ -384,6 +380,16 @@ class HighThroughput:
             self._dispatch.record(own | recv | dispatch, is_complete=is_complete),
             self._combine.record(own | combine, is_complete=is_complete),
         )
+
+
+def _set_copied(record: FastRecord, handle: Handle, num_rows: int) -> Counts:
+    """How many rows the host copies for each rank, of or into an array of so many: none where it has too few, which the
+    kernel refuses."""
+    counts: Counts = handle.state.counts
+    if sum(counts) > num_rows:
+        counts = (0,) * len(counts)
+    record["num_copied"] = counts
+    return counts
 
 
 def row_pipeline(

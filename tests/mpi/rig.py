@@ -26,9 +26,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "ht copied": ("ht", {"variants": {"combine": "copy"}}),
     "ht fetched": ("ht", {"variants": {"dispatch": "copy", "combine": "copy"}}),
 }
-ON_DEVICE = [
-    name for name in FORMS if name not in ("ht copied", "ht fetched")
-]  # the host needs to know nothing of a routing
+#: where the host needs to know nothing of a routing
+ON_DEVICE = [name for name in FORMS if name not in ("ht copied", "ht fetched")]
 LL_FORMS = [name for name in FORMS if name.startswith("ll")]
 
 _SCALE_ROWS = r"""
