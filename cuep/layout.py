@@ -193,7 +193,7 @@ def ht_variant(cfg: GroupConfig, op: str) -> str:
 def transport(cfg: GroupConfig, op: str) -> str:
     """Of TRANSPORTS (ht flat): the one that the name of the operation's variant begins with. "pull" (combine) has
     combine buffers in symmetric memory, "copy" what the host's copies need; others are like "push"."""
-    known = TRANSPORTS if op == "combine" else TRANSPORTS[::2]
+    known = TRANSPORTS if op == "combine" else ("push", "copy")
     name = ht_variant(cfg, op) if cfg.layout == "flat" else ""
     return next((transport for transport in known if name.startswith(transport)), TRANSPORTS[0])
 
